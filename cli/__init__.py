@@ -1,0 +1,1 @@
+"""The two commands. Standard library and click at module level, nothing heavier."""

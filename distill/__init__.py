@@ -1,0 +1,1 @@
+"""Train, measure and export small embedding models from a teacher cache."""

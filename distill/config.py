@@ -1,0 +1,278 @@
+"""A run's configuration: frozen dataclasses, read from one YAML file and `key=value` overrides.
+
+Names inside `training` are those of `transformers.TrainingArguments`; any other of its arguments can be given
+under `training.arguments`.
+"""
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union
+
+import yaml
+
+from distill.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StudentConfig:
+    """Which model is trained.
+
+    Attributes:
+        model: local folder (transformers or sentence-transformers) or hub id.
+        pooling: "mean", "cls" or "last_token"; None takes what the folder says, else mean.
+        max_length: tokens; None takes the smaller of what the folder says and 256.
+        prompt: put in front of every text, in training and in the exported model.
+    """
+
+    model: str = ""
+    pooling: str | None = None
+    max_length: int | None = None
+    prompt: str = ""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is minimised: a name of `distill list objectives`, one of its presets, and single options."""
+
+    name: str = "talas"
+    preset: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SharpnessConfig:
+    """`none`, `sam`, `asam` (as published with TALAS) or `asam-kwon`; None keeps a preset's value."""
+
+    name: str = "asam"
+    rho: float | None = None
+    eta: float | None = None
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How records are drawn.
+
+    Attributes:
+        window: records shuffled together.
+        held_out: distinct texts that are never trained on; agreement with the teacher is measured on them.
+            At most an eighth of the corpus is held out, and nothing from a corpus under 256 distinct texts.
+        drop_last: leave out a last batch that is smaller than the others.
+    """
+
+    window: int = 65_536
+    held_out: int = 256
+    drop_last: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The optimisation; defaults are those of the TALAS paper.
+
+    Attributes:
+        head_learning_rate: for the objective's own projections.
+        min_lr_rate: the cosine ends at this share of the learning rate.
+        precision: "auto" is bf16 on a GPU that has it, fp16 on one that has not, fp32 elsewhere.
+        max_steps: optimiser steps; -1 trains `num_train_epochs`.
+        save_steps: optimiser steps between checkpoints.
+        arguments: further `transformers.TrainingArguments`.
+    """
+
+    num_train_epochs: float = 5
+    max_steps: int = -1
+    per_device_train_batch_size: int = 32
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 2e-5
+    head_learning_rate: float = 1e-4
+    weight_decay: float = 0.01
+    warmup_ratio: float = 0.06
+    lr_scheduler_type: str = "cosine_with_min_lr"
+    min_lr_rate: float = 0.1
+    max_grad_norm: float = 0.0
+    precision: str = "auto"
+    seed: int = 42
+    save_steps: int = 500
+    save_total_limit: int = 2
+    logging_steps: int = 20
+    report_to: str = "none"
+    dataloader_num_workers: int = 0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What `final/` holds.
+
+    Attributes:
+        projection: add the learned projection, so that the student's vectors lie in the teacher's space.
+        normalize: end with unit length.
+    """
+
+    projection: bool = False
+    normalize: bool = True
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run depends on.
+
+    Attributes:
+        cache: folder of the teacher cache.
+        space: slug, fingerprint or teacher name of an embedding space; None when the cache has one.
+        corpus: name of a corpus; None when the cache has one.
+        output_dir: the run folder.
+    """
+
+    cache: str = ""
+    space: str | None = None
+    corpus: str | None = None
+    output_dir: str = ""
+    student: StudentConfig = field(default_factory=StudentConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    sharpness: SharpnessConfig = field(default_factory=SharpnessConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> "RunConfig":
+        """From a YAML file (or the defaults) with `a.b=value` overrides; values are read as YAML.
+
+        Raises:
+            ConfigError: the file cannot be read, a key is unknown or a value has the wrong type.
+        """
+        values = _read(Path(path)) if path is not None else {}
+        for override in overrides:
+            key, equals, text = override.partition("=")
+            if not equals:
+                raise ConfigError(f"override {override!r} is not of the form key=value")
+            try:
+                _put(values, key.strip().replace("-", "_"), yaml.safe_load(text))
+            except yaml.YAMLError as error:
+                raise ConfigError(f"override {key}: {text!r} is not a YAML value: {error}") from error
+        config: RunConfig = _build(cls, values, "")
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Refuse values that no run can use.
+
+        Raises:
+            ConfigError: naming the key.
+        """
+        training = self.training
+        bounds = (
+            ("training.per_device_train_batch_size", training.per_device_train_batch_size, 2, None),
+            ("training.gradient_accumulation_steps", training.gradient_accumulation_steps, 1, None),
+            ("training.learning_rate", training.learning_rate, 0, None),
+            ("training.head_learning_rate", training.head_learning_rate, 0, None),
+            ("training.warmup_ratio", training.warmup_ratio, 0, 1),
+            ("training.min_lr_rate", training.min_lr_rate, 0, 1),
+            ("training.save_steps", training.save_steps, 1, None),
+            ("training.save_total_limit", training.save_total_limit, 1, None),
+            ("training.logging_steps", training.logging_steps, 1, None),
+            ("data.window", self.data.window, training.per_device_train_batch_size, None),
+            ("data.held_out", self.data.held_out, 0, None),
+        )
+        for key, value, low, high in bounds:
+            if value < low or (high is not None and value > high):
+                upper = "" if high is None else f" and at most {high}"
+                raise ConfigError(f"{key} is {value}; expected at least {low}{upper}")
+        if training.precision not in ("auto", "bf16", "fp16", "fp32"):
+            raise ConfigError(f"training.precision is {training.precision!r}; expected auto, bf16, fp16 or fp32")
+
+    def to_yaml(self) -> str:
+        """The whole configuration, defaults included; `load` reads it back."""
+        return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True)
+
+    def difference(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
+        """Dotted keys in which the two differ: `{key: (mine, theirs)}`."""
+        mine, theirs = _flat(asdict(self)), _flat(asdict(other))
+        return {
+            key: (mine.get(key), theirs.get(key))
+            for key in mine | theirs
+            if mine.get(key) != theirs.get(key)
+        }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"run configuration {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"run configuration {path} is not YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"run configuration {path}: expected keys and values, found a {type(values).__name__}")
+    return values
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        inner = values.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {key}: {parent} is {inner!r}, not a group of keys")
+        values = inner
+    values[last] = value
+
+
+def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{prefix.rstrip('.')}: expected keys and values, found {values!r}")
+    known = {f.name: f for f in fields(kind)}
+    hints = typing.get_type_hints(kind)
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
+            raise ConfigError(f"unknown key {prefix}{key}; {hint}")
+        hint_type = hints[key]
+        if is_dataclass(hint_type):
+            given[key] = _build(typing.cast(type, hint_type), value, f"{prefix}{key}.")
+        else:
+            given[key] = _typed(value, hint_type, f"{prefix}{key}")
+    return kind(**given)
+
+
+def _typed(value: Any, hint: Any, key: str) -> Any:
+    """`value` as the field's type: 1e-4, which YAML reads as a string, becomes a float."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        origin = typing.get_origin(option) or option
+        if origin is Mapping and isinstance(value, Mapping):
+            return dict(value)
+        if origin is bool and isinstance(value, bool):
+            return value
+        if origin is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if origin is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except ValueError:
+                continue
+        if origin is str and isinstance(value, str):
+            return value
+        if origin is str and isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)  # a folder called 2024
+    wanted = " or ".join("null" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
+    raise ConfigError(f"{key} is {value!r}; expected {wanted}")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,1 @@
+"""From rows of a cache to batches."""

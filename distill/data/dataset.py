@@ -1,0 +1,172 @@
+"""Records of a cached corpus as training batches: texts to tokens, vectors to floats.
+
+No teacher, no corpus file: rows come from the manifest, texts and vectors from the cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from distill.errors import ConfigError, RunFolderError
+from teacher_cache.cache import SpaceView, TeacherCache
+from teacher_cache.errors import DamagedCache, MissingRows
+from teacher_cache.storage.manifest import Manifest
+from teacher_cache.text_key import text_keys
+
+# Rows whose text is compared with its key when a dataset is opened.
+PROBED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Records:
+    """B records.
+
+    Attributes:
+        texts: B texts of view 1, or 2B texts where the second text of each record is view 2.
+        rows: `(B,)` row of each record's first text.
+        vectors: `(B, d_T)` float32, the teacher's vector of the first text.
+    """
+
+    texts: list[str]
+    rows: npt.NDArray[np.int64]
+    vectors: npt.NDArray[np.float32]
+
+
+class CachedDataset(Dataset[Records]):
+    """A corpus in one embedding space, by record number; held-out texts are skipped over.
+
+    Pickles without open handles: each data-loading process opens the cache for itself.
+
+    Args:
+        held_out: rows that must not be trained on, wherever they stand in the corpus.
+        pairs: give the second text of each record too.
+
+    Raises:
+        MissingRows: a text of the corpus has no vector in the space.
+        ConfigError: `pairs` of a corpus without a second column.
+        DamagedCache: a text and its key do not belong together.
+    """
+
+    def __init__(
+        self,
+        cache: TeacherCache,
+        space: SpaceView,
+        manifest: Manifest,
+        *,
+        held_out: npt.NDArray[np.int64] | None = None,
+        pairs: bool = False,
+    ) -> None:
+        if pairs and len(manifest.record.columns) < 2:
+            raise ConfigError(
+                f"views=pair needs two texts a record, but corpus {manifest.record.name!r} has only the column "
+                f"{manifest.record.columns[0]!r}; build it with --text-key FIRST,SECOND"
+            )
+        self.cache_path = cache.path
+        self.space_slug = space.slug
+        self.corpus_name = manifest.record.name
+        self.fingerprint = manifest.record.fingerprint
+        self.pairs = pairs
+        self._open: tuple[TeacherCache, SpaceView, Manifest] | None = (cache, space, manifest)
+        rows = manifest.distinct_rows(cache.rows)
+        _refuse_missing(space, self.corpus_name, rows)
+        _probe(cache, rows)
+        excluded = np.zeros(0, dtype=np.int64)
+        if held_out is not None and len(held_out):
+            excluded = np.flatnonzero(np.isin(manifest.rows, held_out).any(axis=1))
+        # Number of trained-on records before each held-out one: record i is found by one binary search.
+        self._before_excluded = excluded - np.arange(len(excluded))
+        self.records = len(manifest) - len(excluded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": None}
+
+    def _handles(self) -> tuple[TeacherCache, SpaceView, Manifest]:
+        if self._open is None:
+            cache = TeacherCache.open(self.cache_path)
+            manifest = cache.corpus(self.corpus_name)
+            if manifest.record.fingerprint != self.fingerprint:
+                raise RunFolderError(
+                    f"corpus {self.corpus_name!r} of {self.cache_path} was built anew while it was being read"
+                )
+            self._open = (cache, cache.space(self.space_slug), manifest)
+        return self._open
+
+    def __len__(self) -> int:
+        return self.records
+
+    def __getitem__(self, record: int) -> Records:
+        return self.__getitems__([record])
+
+    def __getitems__(self, records: Sequence[int]) -> Records:
+        """The records of those numbers, in that order; DataLoader hands whole batches in here."""
+        cache, space, manifest = self._handles()
+        numbers = np.asarray(records, dtype=np.int64)
+        places = numbers + np.searchsorted(self._before_excluded, numbers, side="right")
+        rows = manifest.rows[places]
+        first = np.ascontiguousarray(rows[:, 0])
+        wanted = np.concatenate([first, rows[:, 1]]) if self.pairs else first
+        return Records(cache.texts(wanted), first, space.gather(first))
+
+
+def _refuse_missing(space: SpaceView, corpus: str, rows: npt.NDArray[np.int64]) -> None:
+    absent = rows[~space.present(rows)]
+    if not len(absent):
+        return
+    refused = space.quarantined()
+    quarantined = [row for row in absent.tolist() if row in refused]
+    if len(quarantined) == len(absent):
+        raise MissingRows(
+            f"{len(absent)} texts of corpus {corpus!r} have no vector in {space.slug}: they are quarantined, the "
+            f"first because {refused[quarantined[0]]}; leave them out of the corpus and build it again"
+        )
+    raise MissingRows(
+        f"{len(absent)} of {len(rows)} texts of corpus {corpus!r} have no vector in {space.slug} "
+        f"({len(quarantined)} of them quarantined); run `tcache build` with this corpus and teacher to fill them"
+    )
+
+
+def _probe(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> None:
+    """Compare some rows' texts with their keys, so that a mixed-up cache is noticed before training, not after."""
+    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, PROBED_ROWS).astype(np.int64))] if len(rows) else rows
+    texts = cache.texts(chosen)
+    stored = [key.tobytes() for key in cache.texts_table.read_keys(chosen)]
+    if stored != text_keys(texts) or not np.array_equal(cache.lookup(texts), chosen):
+        raise DamagedCache(f"texts of {cache.path} do not match their keys; run `tcache verify --deep`")
+
+
+class Collator:
+    """Records to the tensors a step takes.
+
+    The batch holds `input_ids` and `attention_mask` of V * B encodings (view by view), `vectors` `(B, d_T)`
+    and `text_ids` `(B,)`.
+
+    Args:
+        tokenizer: the student's.
+        prompt: put in front of every text.
+        repeat: encode each text this many times (views under different dropout masks).
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int, *, prompt: str = "", repeat: int = 1) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.prompt = prompt
+        self.repeat = repeat
+
+    def __call__(self, records: Records) -> dict[str, Tensor]:
+        texts = [self.prompt + text for text in records.texts] if self.prompt else records.texts
+        tokens = self.tokenizer(
+            texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
+        )
+        ids, mask = tokens["input_ids"], tokens["attention_mask"]
+        return {
+            "input_ids": ids.repeat(self.repeat, 1),
+            "attention_mask": mask.repeat(self.repeat, 1),
+            "vectors": torch.from_numpy(records.vectors),
+            "text_ids": torch.from_numpy(records.rows),
+        }

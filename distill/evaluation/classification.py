@@ -1,0 +1,80 @@
+"""Classification: macro-F1 of a logistic regression on frozen vectors."""
+
+import warnings
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+from distill.errors import EvaluationError
+from distill.evaluation.base import Task, Vectors, read_columns
+from teacher_cache.errors import MissingDependency
+
+try:
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import accuracy_score, f1_score
+except ImportError as error:
+    raise MissingDependency(
+        "classification tasks need scikit-learn: pip install 'teacher-cache[eval]'"
+    ) from error
+
+MAX_ITER = 200
+
+
+class Classification(Task):
+    """`NAME_train.csv` trains a probe, `NAME_test.csv` is scored; columns `text` and `label`.
+
+    The probe is scikit-learn's LogisticRegression as the TALAS evaluation sets it: lbfgs, C = 1, at most
+    200 iterations, features neither scaled nor normalised. Further figures: `accuracy`, and `converged`,
+    which is 0 if the probe stopped at its iteration limit; its score stands, as in the published numbers.
+    """
+
+    metric: ClassVar[str] = "macro_f1"
+
+    def files(self) -> list[Path]:
+        return [self.folder / f"{self.name}_train.csv", *super().files()]
+
+    @cached_property
+    def parts(self) -> list[tuple[list[str], list[int]]]:
+        """Texts and labels of the training file, then of the scored one.
+
+        Raises:
+            EvaluationError: a file is malformed, or the training file holds a single class.
+        """
+        parts = []
+        for path in self.files():
+            rows = list(read_columns(path, {"text": str, "label": class_label}))
+            parts.append(([text for text, _ in rows], [label for _, label in rows]))
+        if len(set(parts[0][1])) < 2:
+            raise EvaluationError(f"{self.files()[0]}: one class only, a classifier needs two or more")
+        return parts
+
+    def texts(self) -> list[str]:
+        return [text for texts, _ in self.parts for text in texts]
+
+    def score(self, vectors: Vectors) -> dict[str, float]:
+        (train_texts, train_labels), (texts, labels) = self.parts
+        probe = LogisticRegression(random_state=42, max_iter=MAX_ITER)
+        converged = True
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ConvergenceWarning)
+            probe.fit(vectors(train_texts), train_labels)
+        for warning in caught:
+            if issubclass(warning.category, ConvergenceWarning):
+                converged = False
+            else:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        predicted = probe.predict(vectors(texts))
+        return {
+            self.metric: 100 * float(f1_score(labels, predicted, average="macro")),
+            "accuracy": 100 * float(accuracy_score(labels, predicted)),
+            "converged": float(converged),
+        }
+
+
+def class_label(cell: str) -> int:
+    """The whole number that names a class."""
+    try:
+        return int(cell)
+    except ValueError:
+        raise ValueError(f"{cell!r}, expected a whole number") from None

@@ -1,0 +1,173 @@
+"""Runs tasks on one encoder, encoding every distinct text once, and names the nine tasks."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from distill.errors import EvaluationError
+from distill.evaluation import load_task
+from distill.evaluation.base import Encoder, Report, Task, TaskScore
+
+# Texts in one call of the encoder: enough to sort by length within, few enough to hold tokenised.
+CHUNK = 4096
+
+# The nine tasks of the TALAS table: name -> (kind of task, domain).
+NINE: dict[str, tuple[str, str]] = {
+    "banking77": ("classification", "out"),
+    "emotion": ("classification", "in"),
+    "tweet": ("classification", "out"),
+    "mrpc": ("pairs", "out"),
+    "scitail": ("pairs", "out"),
+    "wic": ("pairs", "in"),
+    "sick": ("sts", "out"),
+    "sts12": ("sts", "out"),
+    "stsb": ("sts", "in"),
+}
+
+
+def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "test") -> list[Task]:
+    """The nine tasks, or those named, over the files in `data`; "package.module:Class" names one's own.
+
+    "validation" as `split` is for choosing among models. Those of banking77 and tweet are taken from their
+    training files: they tell nothing.
+
+    Raises:
+        EvaluationError: an unknown name, or files that are missing; the message lists every one.
+        MissingDependency: scikit-learn or SciPy is absent.
+    """
+    data = Path(data)
+    tasks = []
+    for name in NINE if names is None else names:
+        if name not in NINE and ":" not in name:
+            nearest = get_close_matches(name, NINE, n=1)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise EvaluationError(
+                f"no task is called {name!r}: {hint}Known: {', '.join(NINE)}, or package.module:Class"
+            )
+        kind, domain = NINE.get(name, (name, "other"))
+        own_name = name.rpartition(":")[2]
+        tasks.append(load_task(kind)(own_name, data, domain=domain, split=split))
+    missing = [path.name for task in tasks for path in task.files() if not path.is_file()]
+    if missing:
+        raise EvaluationError(
+            f"{data}: missing {', '.join(missing)}; put the files there, or name the tasks to run"
+        )
+    return tasks
+
+
+class Evaluator:
+    """Scores encoders on a fixed list of tasks.
+
+    Raises:
+        EvaluationError: no task, or two of one name.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        names = [task.name for task in tasks]
+        if not names:
+            raise EvaluationError("nothing to evaluate: the list of tasks is empty")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise EvaluationError(f"tasks are told apart by name, and two are called {', '.join(twice)}")
+        self.tasks = list(tasks)
+
+    def __call__(self, encoder: Encoder, model: str = "") -> Report:
+        """Encode all distinct texts, in one float32 matrix, then score each task on its rows.
+
+        Args:
+            model: what the report calls the encoder.
+
+        Raises:
+            EvaluationError: a file is missing or malformed, or the encoder gives NaN, infinity or a wrong
+                shape.
+        """
+        start = time.perf_counter()
+        rows: dict[str, int] = {}
+        for task in self.tasks:
+            for text in task.texts():
+                rows.setdefault(text, len(rows))
+        encoding = time.perf_counter()
+        matrix = encode_all(encoder, list(rows))
+        encode_seconds = time.perf_counter() - encoding
+        self._refuse_non_finite(matrix, rows)
+        scores = {task.name: _scored(task, _Lookup(task.name, matrix, rows)) for task in self.tasks}
+        return Report(
+            model=model,
+            tasks=scores,
+            texts=len(rows),
+            seconds=time.perf_counter() - start,
+            encode_seconds=encode_seconds,
+        )
+
+    def _refuse_non_finite(self, matrix: npt.NDArray[np.float32], rows: dict[str, int]) -> None:
+        bad = set(np.flatnonzero(~np.isfinite(matrix).all(axis=1)).tolist())
+        if bad:
+            counts = {task.name: sum(rows[text] in bad for text in set(task.texts())) for task in self.tasks}
+            listed = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+            raise EvaluationError(
+                f"{len(bad)} of {len(rows)} texts got vectors with NaN or infinity (by task: {listed}); "
+                "encode in float32, or check the model's weights"
+            )
+
+
+def encode_all(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    """`(n, d)` vectors of n >= 1 texts, encoded `CHUNK` at a time into one matrix.
+
+    Raises:
+        EvaluationError: the encoder gives a wrong number of vectors, or another width than before.
+    """
+    matrix: npt.NDArray[np.float32] | None = None
+    for start in range(0, len(texts), CHUNK):
+        chunk = texts[start : start + CHUNK]
+        vectors = np.asarray(encoder.encode(chunk), dtype=np.float32)
+        if matrix is None:
+            width = vectors.shape[-1] if vectors.ndim == 2 else 0
+            matrix = np.empty((len(texts), width), dtype=np.float32)
+        expected = (len(chunk), matrix.shape[1])
+        if vectors.shape != expected or expected[1] == 0:
+            raise EvaluationError(
+                f"the encoder gave an array of shape {vectors.shape} for {len(chunk)} texts, expected "
+                f"({len(chunk)}, {expected[1] or 'd'})"
+            )
+        matrix[start : start + len(chunk)] = vectors
+    if matrix is None:
+        raise EvaluationError("nothing to encode: the tasks list no texts")
+    return matrix
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """The vectors of a task's texts, out of the matrix of all."""
+
+    task: str
+    matrix: npt.NDArray[np.float32]
+    rows: dict[str, int]
+
+    def __call__(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        try:
+            return self.matrix[[self.rows[text] for text in texts]]
+        except KeyError as error:
+            raise EvaluationError(
+                f"task {self.task!r} asks for the vector of a text that its texts() does not list: {error}"
+            ) from error
+
+
+def _scored(task: Task, vectors: _Lookup) -> TaskScore:
+    start = time.perf_counter()
+    figures = dict(task.score(vectors))
+    score = figures.pop(task.metric, math.nan)
+    if not math.isfinite(score):
+        raise EvaluationError(f"task {task.name!r} gave no finite {task.metric}: {score}")
+    return TaskScore(
+        metric=task.metric,
+        score=score,
+        domain=task.domain,
+        extra=figures,
+        seconds=time.perf_counter() - start,
+    )

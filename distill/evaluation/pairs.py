@@ -1,0 +1,32 @@
+"""Pair classification: average precision of the cosine."""
+
+from typing import ClassVar
+
+from distill.evaluation.base import PairTask, Vectors
+from teacher_cache.errors import MissingDependency
+
+try:
+    from sklearn.metrics import average_precision_score
+except ImportError as error:
+    raise MissingDependency("pair tasks need scikit-learn: pip install 'teacher-cache[eval]'") from error
+
+
+class PairClassification(PairTask):
+    """How well the cosine ranks the pairs labelled 1 above those labelled 0; `NAME_test.csv`.
+
+    AP = sum over thresholds n of (R_n - R_(n-1)) P_n, with no interpolation, P and R being precision and
+    recall among the pairs whose cosine is at least the n-th distinct one. No threshold is chosen, so
+    nothing is tuned on the scored pairs. A constant cosine gives the share of positives.
+    """
+
+    metric: ClassVar[str] = "average_precision"
+    column: ClassVar[str] = "label"
+
+    @staticmethod
+    def parse(cell: str) -> float:
+        if cell not in ("0", "1"):
+            raise ValueError(f"{cell!r}, expected 0 or 1")
+        return float(cell)
+
+    def score(self, vectors: Vectors) -> dict[str, float]:
+        return {self.metric: 100 * float(average_precision_score(self.values, self.cosines(vectors)))}

@@ -1,0 +1,51 @@
+"""Semantic textual similarity: Spearman correlation of the cosine with people's scores."""
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from distill.evaluation.base import PairTask, Vectors
+from teacher_cache.errors import MissingDependency
+
+try:
+    from scipy.stats import spearmanr
+except ImportError as error:
+    raise MissingDependency("rank correlations need SciPy: pip install 'teacher-cache[eval]'") from error
+
+
+class TextualSimilarity(PairTask):
+    """Spearman's rho over the whole file at once, `NAME_test.csv`, with a column `score`.
+
+    STS12 is one concatenated file, so its score is not a mean over its sources. If every cosine is equal,
+    as for an encoder that gives each text the same vector, rho is undefined: the score is 0, for it orders
+    nothing, and the further figure `constant` is 1.
+    """
+
+    metric: ClassVar[str] = "spearman"
+    column: ClassVar[str] = "score"
+
+    @staticmethod
+    def parse(cell: str) -> float:
+        try:
+            value = float(cell)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise ValueError(f"{cell!r}, expected a number")
+        return value
+
+    def score(self, vectors: Vectors) -> dict[str, float]:
+        rho = spearman(self.cosines(vectors), self.values)
+        return {self.metric: 0.0 if rho is None else 100 * rho, "constant": float(rho is None)}
+
+
+def spearman(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> float | None:
+    """Spearman's rho of two `(n,)` arrays, average ranks for ties; None where it is undefined.
+
+    It is undefined when either array is constant.
+    """
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
+        return None
+    return float(spearmanr(first, second).statistic)

@@ -1,0 +1,71 @@
+"""Unsupervised SimCSE (Gao et al., EMNLP 2021): two dropout views of a text attract, other texts repel."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from distill.errors import ConfigError
+from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherTargets, unit
+
+
+def info_nce(first: Tensor, second: Tensor, temperature: float, text_ids: Tensor | None = None) -> Tensor:
+    """`mean_i -log softmax_j(cos(first_i, second_j) / temperature)[i]`: first to second, within the batch.
+
+    Args:
+        first, second: `(B, d)`, row i of both from the same text; computed in float32, outside autocast.
+        temperature: > 0.
+        text_ids: `(B,)`; where given, another row of the same text is no negative and leaves the sum. None
+            keeps every other row as a negative, as the published codes do.
+    """
+    with torch.autocast(first.device.type, enabled=False):
+        logits = unit(first) @ unit(second).T / temperature
+        if text_ids is not None:
+            same_text = text_ids[:, None] == text_ids[None, :]
+            logits = logits.masked_fill(same_text.fill_diagonal_(False), -math.inf)
+        return torch.nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
+
+
+def check_temperature(temperature: object) -> None:
+    """Raise `ConfigError` unless `temperature` is a positive number."""
+    if not (isinstance(temperature, int | float) and 0 < temperature < math.inf):
+        raise ConfigError(f"objective option temperature: expected a number above 0, found {temperature!r}")
+
+
+class SimCSE(Objective):
+    """`info_nce` between two views of the last layer; the teacher's vectors are not looked at.
+
+    It is the control without a teacher. The paper trains through an extra tanh layer on [CLS] and drops it
+    afterwards; here the pooled state itself is trained, so that what is trained is what is exported.
+    """
+
+    needs = Needs(views=2)
+    presets: ClassVar[dict[str, dict[str, object]]] = {
+        "paper": {},
+        "official": {"mask_duplicates": False},
+    }
+
+    def __init__(
+        self,
+        shape: StudentShape,
+        teacher_dim: int,
+        *,
+        temperature: float = 0.05,
+        mask_duplicates: bool = True,
+    ) -> None:
+        """See `info_nce`; `shape` and `teacher_dim` are part of every objective's signature and unused.
+
+        Raises:
+            ConfigError: `temperature` is not a positive number.
+        """
+        super().__init__()
+        check_temperature(temperature)
+        self.temperature = temperature
+        self.mask_duplicates = mask_duplicates
+
+    def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
+        """The one term, "simcse"."""
+        first, second = student.view(0)[-1], student.view(1)[-1]
+        text_ids = teacher.text_ids if self.mask_duplicates else None
+        return {"simcse": info_nce(first, second, self.temperature, text_ids)}

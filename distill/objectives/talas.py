@@ -1,0 +1,177 @@
+"""TALAS: top layers anchored to the cached teacher vector, every layer aligned to the one above it.
+
+    loss = tamd_weight * TAMD + lasd_weight * LASD + simcse_weight * SimCSE
+
+With e_l the `(B, d_s)` pooled state of layer l (0 the embedding layer, L the last), t the teacher's vector,
+W_l a projection `(d_s, d_T)`, and R_l the `(B, B)` cosines of the batch at layer l:
+
+    TAMD   = mean over the K top layers of  mean_i (1 - cos(e_l,i W_l, t_i))       view 1
+    LASD   = mean over pairs (l, l+1) of    (1 / B^2) ||R_{l+1} - R_l||_F^2         view 1
+    SimCSE = `distill.objectives.simcse.info_nce` of the last layer, view 1 to view 2
+
+The paper trains it with sharpness-aware steps, which live in `distill.sharpness`.
+
+Where the paper and its published code differ:
+- Pairs. The paper's formula runs over blocks only, the code also pairs the embedding layer with block 1. With
+  [CLS] pooling that layer says the same of every text, so the pair teaches block 1 to collapse: it is left
+  out for "cls" (`start_layer=1`) and kept for other poolings (0). Preset "official" is 0 throughout.
+- The prose calls the upper layer of a pair the guide, but neither formula nor code stops its gradient.
+  `detach_guide=True` does.
+- Repeated texts in a batch count as each other's negatives in the code. Here they are masked.
+- The code allocates a head for every layer; here only for the anchored ones.
+- The code computes under float16 autocast, whose rounding is as large as the differences R_{l+1} - R_l. Here
+  everything is float32 outside autocast (TF32 matrix products, where switched on, round like float16 again).
+
+Under gradient accumulation LASD and SimCSE see one micro-batch at a time.
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from distill.errors import ConfigError
+from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherTargets, unit
+from distill.objectives.simcse import check_temperature, info_nce
+
+VIEWS = ("dropout", "pair")
+
+
+class Talas(Objective):
+    """Teacher-anchored and layer-aligned distillation; the terms are "tamd", "lasd" and "simcse".
+
+    A term of weight 0 is neither computed nor returned, and owns nothing.
+    """
+
+    needs = Needs(views=2)
+    presets: ClassVar[dict[str, dict[str, object]]] = {
+        "paper": {},
+        "official": {"start_layer": 0, "mask_duplicates": False},
+    }
+
+    def __init__(
+        self,
+        shape: StudentShape,
+        teacher_dim: int,
+        *,
+        anchored_layers: int = 2,
+        start_layer: int | None = None,
+        depth: int | None = None,
+        detach_guide: bool = False,
+        tamd_weight: float = 0.75,
+        lasd_weight: float = 1.0,
+        simcse_weight: float = 0.001,
+        temperature: float = 0.1,
+        mask_duplicates: bool = True,
+        views: str = "dropout",
+        head_init_std: float = 1e-3,
+    ) -> None:
+        """Allocate one bias-free head for each anchored layer.
+
+        Args:
+            anchored_layers: K, how many layers TAMD anchors, counted from the top (the paper's k is K - 1).
+            start_layer: lower layer of the first pair that LASD aligns; None is 1 for "cls", 0 otherwise.
+            depth: align only this many pairs, the topmost; None aligns all pairs from `start_layer` on.
+            detach_guide: no gradient into the upper layer of a pair.
+            temperature: of SimCSE.
+            mask_duplicates: texts equal to row i's are no negatives of row i.
+            views: where the trainer takes view 2 from: "dropout" encodes the same texts again under other
+                dropout masks, "pair" encodes the second text of each row. Teacher vectors and text ids
+                are of the first text either way.
+            head_init_std: standard deviation of the heads' normal initial values.
+
+        Raises:
+            ConfigError: an option out of its range.
+        """
+        super().__init__()
+        weights = {"tamd_weight": tamd_weight, "lasd_weight": lasd_weight, "simcse_weight": simcse_weight}
+        for name, weight in weights.items():
+            _check(name, weight, "a number >= 0", _is_number(weight) and 0 <= weight < math.inf)
+        _check("*_weight", weights, "at least one above 0", any(weights.values()))
+        std = head_init_std
+        _check("head_init_std", std, "a number above 0", _is_number(std) and 0 < std < math.inf)
+        _check("views", views, f"one of {', '.join(VIEWS)}", views in VIEWS)
+        check_temperature(temperature)
+        layers = shape.layers
+        _check_count("anchored_layers", anchored_layers, 1, layers, f"a student of {layers} layers")
+
+        self.tamd_weight, self.lasd_weight, self.simcse_weight = tamd_weight, lasd_weight, simcse_weight
+        self.temperature, self.mask_duplicates, self.views = temperature, mask_duplicates, views
+        self.needs = Needs(views=2 if simcse_weight else 1)
+        self.first_anchored = layers - anchored_layers + 1
+        self.detach_guide = detach_guide
+        self.first_aligned = 0
+        if lasd_weight:
+            self.first_aligned = _first_aligned(shape, start_layer, depth)
+        heads = anchored_layers if tamd_weight else 0
+        self.heads = nn.ModuleList(nn.Linear(shape.dim, teacher_dim, bias=False) for _ in range(heads))
+        for head in self.heads.parameters():
+            nn.init.normal_(head, std=head_init_std)
+
+    def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
+        """The weighted terms, float32 scalars, whatever the autocast state around."""
+        terms: dict[str, Tensor] = {}
+        layers = student.view(0)
+        with torch.autocast(layers.device.type, enabled=False):
+            if self.tamd_weight:
+                terms["tamd"] = self.tamd_weight * self._anchoring(layers, teacher.vectors.detach())
+            if self.lasd_weight:
+                terms["lasd"] = self.lasd_weight * self._alignment(layers)
+            if self.simcse_weight:
+                text_ids = teacher.text_ids if self.mask_duplicates else None
+                contrast = info_nce(layers[-1], student.view(1)[-1], self.temperature, text_ids)
+                terms["simcse"] = self.simcse_weight * contrast
+        return terms
+
+    def projection(self) -> Tensor | None:
+        """`(d_T, d_s)` weight of the last layer's head; None when TAMD is off."""
+        heads = list(self.heads.parameters())
+        return heads[-1] if heads else None
+
+    def _anchoring(self, layers: Tensor, target: Tensor) -> Tensor:
+        projected = torch.stack(
+            [
+                nn.functional.linear(state.float(), head.float())
+                for state, head in zip(layers[self.first_anchored :], self.heads.parameters(), strict=True)
+            ]
+        )
+        return (1 - (unit(projected) * unit(target)).sum(-1)).mean()
+
+    def _alignment(self, layers: Tensor) -> Tensor:
+        states = unit(layers[self.first_aligned :])
+        grams = states @ states.mT
+        guided, guide = grams[:-1], grams[1:]
+        # Every pair has B * B entries, so one mean over all is the mean over pairs of (1 / B^2) ||.||_F^2.
+        return (guided - (guide.detach() if self.detach_guide else guide)).square().mean()
+
+
+def _first_aligned(shape: StudentShape, start_layer: int | None, depth: int | None) -> int:
+    layers = shape.layers
+    if start_layer is None:
+        start_layer = 1 if shape.pooling == "cls" else 0
+        if start_layer == layers:
+            raise ConfigError(
+                "talas: a cls-pooled student of 1 layer has no two blocks to align; "
+                "set start_layer=0 or lasd_weight=0"
+            )
+    _check_count("start_layer", start_layer, 0, layers - 1, f"a student of {layers} layers")
+    if depth is None:
+        return start_layer
+    pairs = layers - start_layer
+    _check_count("depth", depth, 1, pairs, f"{pairs} pairs of layers from start_layer {start_layer} on")
+    return layers - depth
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _check_count(option: str, value: int, low: int, high: int, of: str) -> None:
+    fits = isinstance(value, int) and low <= value <= high
+    _check(option, value, f"a whole number from {low} to {high} ({of})", fits)
+
+
+def _check(option: str, value: object, expected: str, fits: bool) -> None:
+    if not fits:
+        raise ConfigError(f"talas option {option}: expected {expected}, found {value!r}")

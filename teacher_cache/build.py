@@ -1,0 +1,278 @@
+"""Fill the missing rows of one space: texts first, then vectors.
+
+Two passes, each of which can be killed at any moment and run again. The first gives every text of the corpus
+a row and leaves the corpus as a list of rows. The second asks the teacher for the rows that the space lacks,
+shard by shard; what was committed is never asked for again.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from teacher_cache.cache import SpaceView, TeacherCache, checked_name
+from teacher_cache.corpus import Corpus
+from teacher_cache.storage.manifest import CorpusRecord, Manifest, Source, writing_manifest
+from teacher_cache.teachers import resolve, settle_dtype
+from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
+from teacher_cache.workers import LocalWorkers, Workers
+
+# Records read at a time, and texts given to a worker at a time.
+READ_RECORDS = 8192
+BATCH_ROWS = 1024
+# An unfinished shard is committed after this long, so that a slow teacher loses little when it is stopped.
+COMMIT_SECONDS = 30.0
+
+
+@dataclass
+class Progress:
+    """How far a build is; handed to the caller's callback after every batch.
+
+    Attributes:
+        phase: "reading" the corpus or "encoding" its missing rows.
+        done, total: records read (total 0 while unknown), or distinct texts encoded.
+        cached: distinct texts of the corpus that were there before.
+        tokens: tokens the teacher has seen in this build.
+        bytes: written to the space in this build.
+    """
+
+    phase: str = "reading"
+    done: int = 0
+    total: int = 0
+    cached: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    quarantined: int = 0
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build did; `to_json` has the names that scripts rely on.
+
+    Attributes:
+        rows: records of the corpus, duplicates included (for pairs, records, not texts).
+        distinct: distinct texts.
+        cached: distinct texts that had a vector before.
+        encoded: texts the teacher was asked for and that are stored now.
+        truncated: of those, texts longer than the space's maximum.
+        repaired: of those, rows that came out non-finite and were recomputed in float32.
+        quarantined: distinct texts of the corpus that have no vector because theirs was refused.
+        tokens, seconds: seen by the teacher; whole build.
+    """
+
+    rows: int
+    distinct: int
+    cached: int
+    encoded: int
+    truncated: int
+    repaired: int
+    quarantined: int
+    tokens: int
+    seconds: float
+    space: str
+    corpus: str
+    cache: str
+    counts: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def build(
+    corpus: Corpus,
+    teacher: TeacherOptions,
+    cache: str | Path,
+    *,
+    name: str,
+    workers: Workers | None = None,
+    storage: str | None = None,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> BuildReport:
+    """Make sure that every text of `corpus` has a vector of `teacher` in `cache`.
+
+    Args:
+        name: under which the corpus is kept.
+        storage: number format of a new space; None takes "float16", or what the space has.
+        report: called with the progress after every batch.
+
+    Raises:
+        TeacherError, CorpusError, CacheError: nothing half-done is left, what was committed stays.
+    """
+    started = time.monotonic()
+    checked_name(name, "corpus")
+    spec = resolve(teacher)  # before anything is written: an unknown teacher leaves no folder behind
+    with TeacherCache.open(cache, "a") as table:
+        manifest = ingest(corpus, table, name, report)
+        wanted = manifest.distinct_rows(table.rows)
+        spec = _settled(spec, table)
+        known = table.find_space(spec.space)
+        view = table.ensure_space(spec.space, storage or (known.record.storage if known else "float16"))
+        missing = view.missing_rows(wanted)
+        filled = _fill(view, missing, spec, workers or LocalWorkers(), len(wanted), report)
+        reasons = view.quarantined()
+        ours = np.intersect1d(wanted, np.fromiter(reasons, dtype=np.int64))
+        why: dict[str, int] = {}
+        for row in ours.tolist():
+            why[reasons[row]] = why.get(reasons[row], 0) + 1
+        return BuildReport(
+            rows=len(manifest),
+            distinct=len(wanted),
+            cached=len(wanted) - len(ours) - filled.stored,
+            encoded=filled.stored,
+            truncated=filled.truncated,
+            repaired=filled.repaired,
+            quarantined=len(ours),
+            tokens=filled.tokens,
+            seconds=round(time.monotonic() - started, 3),
+            space=view.slug,
+            corpus=name,
+            cache=str(cache),
+            counts=manifest.record.counts,
+            reasons=why,
+        )
+
+
+def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Progress], None]) -> Manifest:
+    """Give every text of the corpus a row and publish its row list under `name`."""
+    progress = Progress()
+    columns = len(corpus.columns)
+    with writing_manifest(table.path, name, columns) as (writer, written):
+        with table.appending() as appender:
+            for records in corpus.batches(READ_RECORDS):
+                rows = appender.add([text for record in records for text in record])
+                writer.append(rows.reshape(len(records), columns))
+                progress.done += len(records)
+                report(progress)
+    distinct = _count_distinct(written, table.rows)
+    record = CorpusRecord(
+        name=name,
+        fingerprint=corpus.fingerprint,
+        columns=tuple(corpus.columns),
+        records=writer.records,
+        distinct=distinct,
+        sources=tuple(Source(*source) for source in corpus.sources),
+        counts=dict(corpus.counts),
+    )
+    return table.publish_corpus(record, written)
+
+
+def _count_distinct(written: Path, table_rows: int) -> int:
+    used = np.zeros(table_rows, dtype=bool)
+    used[np.load(written, mmap_mode="r", allow_pickle=False).ravel()] = True
+    return int(used.sum())
+
+
+def _settled(spec: TeacherSpec, table: TeacherCache) -> TeacherSpec:
+    """Compute precision `auto`: what this cache already has for the teacher, else what a probe finds.
+
+    A probe is a measurement and may come out differently tomorrow; the choice must not, or every vector
+    would be computed again.
+    """
+    if spec.space.dtype != "auto":
+        return spec
+    known = table.find_space(spec.space)
+    return spec.with_dtype(known.space.dtype) if known is not None else settle_dtype(spec)
+
+
+@dataclass
+class _Filled:
+    stored: int = 0
+    truncated: int = 0
+    repaired: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class _OpenShard:
+    """Vectors of one shard that are not committed yet."""
+
+    waiting: int
+    rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    vectors: list[npt.NDArray[np.float32]] = field(default_factory=list)
+
+
+def _fill(
+    view: SpaceView,
+    missing: npt.NDArray[np.int64],
+    spec: TeacherSpec,
+    workers: Workers,
+    distinct: int,
+    report: Callable[[Progress], None],
+) -> _Filled:
+    """Ask for the missing rows and commit them, each shard as soon as its last batch is back."""
+    filled = _Filled()
+    if not len(missing):
+        return filled
+    progress = Progress(phase="encoding", total=len(missing), cached=distinct - len(missing))
+    report(progress)
+    shard_rows = view.vectors.shard_rows
+    numbers, counts = np.unique(missing // shard_rows, return_counts=True)
+    shards = {int(number): _OpenShard(int(count)) for number, count in zip(numbers, counts, strict=True)}
+    batch_rows: dict[int, npt.NDArray[np.int64]] = {}
+    committed = time.monotonic()
+    cost_from, tokens_from = committed, 0
+
+    def commit(number: int) -> None:
+        nonlocal cost_from, tokens_from
+        shard = shards[number]
+        stored, refused = view.write(number, np.concatenate(shard.rows), np.concatenate(shard.vectors))
+        shard.rows.clear()
+        shard.vectors.clear()
+        filled.stored += stored
+        progress.quarantined += len(refused)
+        now = time.monotonic()
+        view.add_cost(filled.tokens - tokens_from, now - cost_from)
+        cost_from, tokens_from = now, filled.tokens
+
+    for number, encoded in workers.encode(spec, _batches(view, missing, batch_rows)):
+        rows = batch_rows.pop(number)
+        shard_number = int(rows[0] // shard_rows)
+        shard = shards[shard_number]
+        shard.rows.append(rows)
+        shard.vectors.append(encoded.vectors)
+        shard.waiting -= len(rows)
+        _count(filled, encoded)
+        if shard.waiting == 0:
+            commit(shard_number)
+            del shards[shard_number]
+            committed = time.monotonic()
+        elif time.monotonic() - committed > COMMIT_SECONDS:
+            for unfinished in [key for key, open_shard in shards.items() if open_shard.rows]:
+                commit(unfinished)
+            committed = time.monotonic()
+        progress.done += len(rows)
+        progress.tokens = filled.tokens
+        progress.bytes += encoded.vectors.shape[0] * encoded.vectors.shape[1] * view.form.bytes_per_value
+        report(progress)
+    return filled
+
+
+def _count(filled: _Filled, encoded: Encoded) -> None:
+    filled.truncated += int(encoded.truncated.sum())
+    filled.repaired += int(encoded.repaired.sum())
+    filled.tokens += int(encoded.tokens.sum())
+
+
+def _batches(
+    view: SpaceView, missing: npt.NDArray[np.int64], batch_rows: dict[int, npt.NDArray[np.int64]]
+) -> Iterator[list[str]]:
+    """Texts of the missing rows, shard by shard; within a shard sorted by length, so batches pad little.
+
+    The rows of each batch are noted in `batch_rows`, by the batch's number, before its texts are handed out.
+    """
+    shard_rows = view.vectors.shard_rows
+    handed_out = 0
+    for number in np.unique(missing // shard_rows).tolist():
+        rows = missing[missing // shard_rows == number]
+        texts = view.cache.texts(rows)
+        order = np.argsort([len(text) for text in texts], kind="stable")
+        for start in range(0, len(rows), BATCH_ROWS):
+            chosen = order[start : start + BATCH_ROWS]
+            batch_rows[handed_out] = rows[chosen]
+            handed_out += 1
+            yield [texts[place] for place in chosen.tolist()]

@@ -1,0 +1,492 @@
+"""The table: rows are distinct texts, columns are embedding spaces.
+
+One process may write, any number may read while it does. Readers see what the index says and nothing else.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from teacher_cache.errors import (
+    CacheError,
+    CacheNotFound,
+    CorpusNotFound,
+    DamagedCache,
+    FormatVersionError,
+    MissingRows,
+    SpaceMismatch,
+    SpaceNotFound,
+)
+from teacher_cache.space import EmbeddingSpace
+from teacher_cache.storage.codec import NumberFormat, check_rows, number_format
+from teacher_cache.storage.index import Change, Index, ShardRecord, quarantine_key, shard_key
+from teacher_cache.storage.lock import WriterLock
+from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
+from teacher_cache.storage.shards import ShardedArray, replacing, sync_folder
+from teacher_cache.storage.texts import TextAppender, TextTable
+from teacher_cache.text_key import KEY_RULE, text_keys
+
+FORMAT_VERSION = 1
+SHARD_ROWS = 8192
+# Rows of one inner chunk: small enough to decode for a single row, large enough to compress.
+CHUNK_ROWS = 32
+CACHE_JSON = "cache.json"
+INDEX = "index.lmdb"
+SPACES = "spaces"
+LOCK = "writer.lock"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def checked_name(name: str, what: str) -> str:
+    """`name`, if it can be a folder inside the cache and nowhere else.
+
+    Raises:
+        CacheError: it could leave the folder, or is empty.
+    """
+    if not _NAME.fullmatch(name):
+        raise CacheError(
+            f"{name!r} cannot name a {what}: use letters, digits, '.', '_' and '-', starting with a letter or digit"
+        )
+    return name
+
+
+def default_cache_folder() -> Path:
+    """`TCACHE_HOME`, else ~/.cache/tcache."""
+    return Path(os.environ.get("TCACHE_HOME") or Path.home() / ".cache" / "tcache")
+
+
+@dataclass(frozen=True)
+class SpaceRecord:
+    """What the index knows of one embedding space.
+
+    Attributes:
+        tokens, seconds: what encoding has cost so far, for foretelling the rest.
+    """
+
+    space: EmbeddingSpace
+    storage: str
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> bytes:
+        record = {
+            "space": self.space.to_json(),
+            "fingerprint": self.space.fingerprint,
+            "storage": self.storage,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+        }
+        return json.dumps(record, indent=2, ensure_ascii=False).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "SpaceRecord":
+        record = json.loads(data)
+        space = EmbeddingSpace.from_json(record["space"])
+        return cls(space, record["storage"], record["tokens"], record["seconds"])
+
+
+class SpaceView:
+    """One embedding space of a cache, read lazily. Holds no teacher and cannot call one."""
+
+    def __init__(self, cache: "TeacherCache", record: SpaceRecord) -> None:
+        self.cache = cache
+        self.record = record
+        self.space = record.space
+        self.slug = record.space.slug
+        self.array_name = f"{SPACES}/{self.slug}"
+        self.form: NumberFormat = number_format(record.storage)
+        self.vectors = ShardedArray(cache.path / self.array_name / "vectors.zarr")
+        self._records: dict[int, ShardRecord] = {}
+
+    @property
+    def dims(self) -> int:
+        return self.space.dims
+
+    def _record(self, number: int, within: npt.NDArray[np.int64]) -> ShardRecord | None:
+        """The shard's record, fetched again when it may have grown since."""
+        record = self._records.get(number)
+        if record is None or not record.present[within].all():
+            record = self.cache.index.shard(self.array_name, number)
+            if record is not None:
+                self._records[number] = record
+        return record
+
+    def _by_shard(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+        shard_of = rows // self.vectors.shard_rows
+        for number in np.unique(shard_of).tolist():
+            yield number, np.flatnonzero(shard_of == number)
+
+    def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """`(n,)`: which rows have a vector."""
+        mask = np.zeros(len(rows), dtype=bool)
+        for number, places in self._by_shard(rows):
+            within = rows[places] - number * self.vectors.shard_rows
+            record = self._record(number, within)
+            if record is not None:
+                mask[places] = record.present[within]
+        return mask
+
+    def present_count(self) -> int:
+        """How many rows have a vector."""
+        return sum(int(r.present.sum()) for r in self.cache.index.shards(self.array_name).values())
+
+    def quarantined(self) -> dict[int, str]:
+        """Row -> why its vector was refused."""
+        return self.cache.index.quarantined(self.slug)
+
+    def gather(
+        self, rows: npt.NDArray[np.int64], out: npt.NDArray[np.float32] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """`(n, dims)` float32 vectors of n rows, in the order asked for.
+
+        Args:
+            out: written into instead of a new array.
+
+        Raises:
+            MissingRows: a row has no vector in this space.
+            DamagedCache: a shard is not what the index says it is.
+        """
+        rows = np.asarray(rows, dtype=np.int64)
+        if out is None:
+            out = np.empty((len(rows), self.dims), dtype=np.float32)
+        for number, places in self._by_shard(rows):
+            within = rows[places] - number * self.vectors.shard_rows
+            record = self._record(number, within)
+            if record is None or not record.present[within].all():
+                raise self._missing(rows)
+            out[places] = self.vectors.read_rows(number, within, record.digest)
+        return out
+
+    def _missing(self, rows: npt.NDArray[np.int64]) -> MissingRows:
+        missing = rows[~self.present(rows)]
+        return MissingRows(
+            f"space {self.slug} has no vector for {len(missing)} of {len(rows)} rows asked for, first row "
+            f"{missing[0]}; `tcache build` with the same teacher fills it"
+        )
+
+    def missing_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows that have no vector and were not refused one."""
+        missing = rows[~self.present(rows)]
+        refused = np.fromiter(self.quarantined(), dtype=np.int64)
+        return np.setdiff1d(missing, refused, assume_unique=True)
+
+    def write(
+        self, number: int, rows: npt.NDArray[np.int64], vectors: npt.NDArray[np.float32]
+    ) -> tuple[int, dict[int, str]]:
+        """Store the vectors of some rows of one shard, durable and published when this returns.
+
+        Rows that the number format cannot hold, and non-finite ones, are quarantined with a reason.
+
+        Returns:
+            How many were stored, and row -> reason for the others.
+        """
+        shard_rows = self.vectors.shard_rows
+        checked = check_rows(vectors, self.form)
+        good = np.array([place not in checked.refused for place in range(len(rows))], dtype=bool)
+        refused = {int(rows[place]): reason for place, reason in checked.refused.items()}
+        changes = [
+            Change("quarantine", quarantine_key(self.slug, row), reason.encode()) for row, reason in refused.items()
+        ]
+        if good.any():
+            before = self.cache.index.shard(self.array_name, number)
+            body = np.zeros((shard_rows, self.dims), dtype=self.form.dtype)
+            present = np.zeros(shard_rows, dtype=bool)
+            worst = float(checked.cosine_error[good].max())
+            if before is not None:
+                present |= before.present
+                body[present] = self.vectors.read_shard(number, before.present, before.digest)
+                worst = max(worst, before.worst_error)
+            within = rows[good] - number * shard_rows
+            body[within] = checked.stored[good]
+            present[within] = True
+            receipt = self.vectors.write_shard(number, body, present)
+            rows_end = number * shard_rows + int(np.flatnonzero(present)[-1]) + 1
+            if self.vectors.rows < rows_end:
+                self.vectors.resize(rows_end)
+            record = ShardRecord(receipt.digest, worst, receipt.bytes, present)
+            changes.append(Change("shards", shard_key(self.array_name, number), record.pack()))
+        self.cache.index.commit(changes)
+        return int(good.sum()), refused
+
+    def add_cost(self, tokens: int, seconds: float) -> None:
+        """Remember what encoding cost, for `tcache plan`."""
+        record = SpaceRecord(
+            self.space, self.record.storage, self.record.tokens + tokens, self.record.seconds + seconds
+        )
+        self.cache.index.commit([Change("spaces", self.slug.encode(), record.to_json())])
+        self.record = record
+
+
+class TeacherCache:
+    """A cache folder. Use `TeacherCache.open`; it is a context manager.
+
+    Pickles as its path: a copy in another process opens its own index, for reading.
+    """
+
+    def __init__(self, path: Path, lock: WriterLock | None) -> None:
+        self.path = path
+        self._lock = lock
+        self.index = Index(path / INDEX, writable=lock is not None)
+        self.texts_table = TextTable(path, self.index)
+
+    @classmethod
+    def open(cls, path: str | Path, mode: Literal["r", "a"] = "r", *, shard_rows: int = SHARD_ROWS) -> Self:
+        """Open a cache to read ("r"), or to write ("a"), which makes it if need be.
+
+        Args:
+            shard_rows: rows of a shard in a new cache; an existing one keeps its own.
+
+        Raises:
+            CacheNotFound: no cache there (mode "r").
+            FormatVersionError: written by another version of the format.
+            CacheLocked: someone else is writing (mode "a").
+        """
+        path = Path(path)
+        if mode == "r":
+            if not (path / CACHE_JSON).exists():
+                raise CacheNotFound(
+                    f"no teacher cache at {path}: it has no {CACHE_JSON}; make one with "
+                    f"`tcache build CORPUS --teacher T --cache {path}`"
+                )
+            _check_format(path)
+            return cls(path, None)
+        if (path / CACHE_JSON).exists():
+            _check_format(path)
+        elif path.exists() and (not path.is_dir() or not _is_half_made(path)):
+            raise CacheError(f"{path} is not a teacher cache and not empty; choose another folder for --cache")
+        path.mkdir(parents=True, exist_ok=True)
+        lock = WriterLock(path / LOCK)
+        try:
+            if not (path / CACHE_JSON).exists():
+                _make(path, shard_rows)
+            return cls(path, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"], None)  # type: ignore[misc]
+
+    def close(self) -> None:
+        self.index.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def rows(self) -> int:
+        """How many distinct texts the table has."""
+        return self.index.rows()
+
+    @property
+    def shard_rows(self) -> int:
+        return self.texts_table.shard_rows
+
+    def lookup(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Row of each text, -1 where the table does not have it."""
+        return self.index.find(text_keys(texts))
+
+    def texts(self, rows: npt.NDArray[np.int64]) -> list[str]:
+        """The exact texts of rows, in the order asked for.
+
+        Raises:
+            MissingRows: a row is not in the table.
+        """
+        rows = np.asarray(rows, dtype=np.int64)
+        if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < self.rows):
+            raise MissingRows(f"{self.path} has rows 0 to {self.rows - 1}; asked for {rows.min()} to {rows.max()}")
+        return self.texts_table.read(rows)
+
+    # Corpora
+
+    def corpora(self) -> dict[str, CorpusRecord]:
+        return {name: CorpusRecord.from_json(data) for name, data in self.index.records("corpora").items()}
+
+    def corpus(self, name: str | None = None) -> Manifest:
+        """The row list of a corpus; without a name, of the only one.
+
+        Raises:
+            CorpusNotFound: no such corpus, or several and no name.
+        """
+        known = self.corpora()
+        if name is None and len(known) == 1:
+            name = next(iter(known))
+        if name not in known:
+            asked = f"no corpus {name!r} in" if name is not None else "say which corpus of"
+            raise CorpusNotFound(
+                f"{asked} {self.path}; it has: {', '.join(sorted(known)) or 'none'}; "
+                "`tcache build CORPUS --teacher T --name NAME` adds one"
+            )
+        return Manifest(known[name], self.path)
+
+    def publish_corpus(self, record: CorpusRecord, written: Path) -> Manifest:
+        """Make a durable row list the corpus of that name, in place of an older one."""
+        target = record.file(self.path)
+        os.replace(written, target)
+        sync_folder(target.parent)
+        self.index.commit([Change("corpora", record.name.encode(), record.to_json())])
+        for old in target.parent.glob("rows-*.npy"):
+            if old != target:
+                old.unlink()
+        return Manifest(record, self.path)
+
+    # Spaces
+
+    def spaces(self) -> dict[str, SpaceView]:
+        """Every space by its slug."""
+        return {
+            slug: SpaceView(self, SpaceRecord.from_json(data)) for slug, data in self.index.records("spaces").items()
+        }
+
+    def space(self, name: str | None = None) -> SpaceView:
+        """The space whose slug, fingerprint (or the start of one) or teacher name is `name`; without one, the only.
+
+        Raises:
+            SpaceNotFound: none or several fit.
+        """
+        views = self.spaces()
+        if name is None:
+            fitting = list(views.values())
+        else:
+            fitting = [
+                view
+                for slug, view in views.items()
+                if slug == name
+                or view.space.teacher == name
+                or slug.split("@")[0] == name
+                or (len(name) >= 6 and view.space.fingerprint.startswith(name))
+            ]
+        if len(fitting) == 1:
+            return fitting[0]
+        known = ", ".join(sorted(views)) or "none"
+        if not fitting and name is not None:
+            problem = f"{self.path} has no embedding space {name!r}"
+        elif not fitting:
+            problem = f"{self.path} has no embedding space yet"
+        else:
+            between = _differences([view.space for view in fitting])
+            problem = f"{self.path} has {len(fitting)} spaces that fit ({between}): say which by its full name"
+        raise SpaceNotFound(f"{problem}; it has: {known}; `tcache build CORPUS --teacher T` fills one")
+
+    def find_space(self, space: EmbeddingSpace) -> SpaceView | None:
+        """The stored space equal to `space`; where its dtype is "auto", the one that differs in nothing else."""
+        for view in self.spaces().values():
+            different = set(space.difference(view.space))
+            if not different or (space.dtype == "auto" and different == {"dtype"}):
+                return view
+        return None
+
+    def require_space(self, space: EmbeddingSpace) -> SpaceView:
+        """The stored space equal to `space`.
+
+        Raises:
+            SpaceMismatch: there is none; the message names the fields in which the nearest one differs.
+        """
+        view = self.find_space(space)
+        if view is not None:
+            return view
+        others = self.spaces().values()
+        if not others:
+            raise SpaceNotFound(f"{self.path} has no embedding space yet; `tcache build CORPUS --teacher T` fills one")
+        nearest = min(others, key=lambda other: len(space.difference(other.space)))
+        fields = "; ".join(
+            f"{name}: asked for {mine!r}, cached {theirs!r}"
+            for name, (mine, theirs) in space.difference(nearest.space).items()
+        )
+        raise SpaceMismatch(f"{self.path} has no space that fits; the nearest is {nearest.slug}, which differs in {fields}")
+
+    def ensure_space(self, space: EmbeddingSpace, storage: str) -> SpaceView:
+        """The stored space equal to `space`, made empty if it is new.
+
+        Raises:
+            CacheError: it is there in another number format.
+        """
+        view = self.find_space(space)
+        if view is not None:
+            if view.record.storage != storage:
+                raise CacheError(
+                    f"space {view.slug} is stored as {view.record.storage}, not {storage}; leave --storage out, or "
+                    "build into another cache"
+                )
+            return view
+        form = number_format(storage)
+        folder = self.path / SPACES / space.slug
+        shutil.rmtree(folder, ignore_errors=True)  # a leftover that was never published
+        ShardedArray.create(
+            folder / "vectors.zarr",
+            width=space.dims,
+            dtype=form.dtype,
+            shard_rows=self.shard_rows,
+            chunk_rows=math.gcd(CHUNK_ROWS, self.shard_rows),
+            compressed=form.compressed,
+        )
+        record = SpaceRecord(space, storage)
+        with replacing(folder / "space.json") as file:  # for people and other tools; the index is what counts
+            file.write(record.to_json())
+        self.index.commit([Change("spaces", space.slug.encode(), record.to_json())])
+        return SpaceView(self, record)
+
+    @contextmanager
+    def appending(self) -> Iterator[TextAppender]:
+        """An appender of new texts; all of them are durable when the block ends well."""
+        appender = TextAppender(self.texts_table)
+        yield appender
+        appender.flush()
+
+
+def _differences(spaces: Sequence[EmbeddingSpace]) -> str:
+    names: list[str] = sorted({name for other in spaces[1:] for name in spaces[0].difference(other)})
+    return "they differ in " + ", ".join(names)
+
+
+def _check_format(path: Path) -> None:
+    try:
+        version = json.loads((path / CACHE_JSON).read_bytes())["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCache(f"{path / CACHE_JSON} does not say which format it is: {error!r}") from error
+    if version != FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{path} is in cache format {version}, this version reads format {FORMAT_VERSION}; use the release "
+            "that wrote it, or build a new cache"
+        )
+
+
+def _is_half_made(path: Path) -> bool:
+    """Empty, or what a first build leaves when it is killed before its first commit."""
+    return all(entry.name in {INDEX, "texts", CORPORA, SPACES, LOCK} for entry in path.iterdir())
+
+
+def _make(path: Path, shard_rows: int) -> None:
+    shutil.rmtree(path / "texts", ignore_errors=True)
+    shutil.rmtree(path / INDEX, ignore_errors=True)
+    TextTable.create(path, shard_rows)
+    (path / CORPORA).mkdir(exist_ok=True)
+    (path / SPACES).mkdir(exist_ok=True)
+    (path / INDEX).mkdir()
+    index = Index(path / INDEX, writable=True)
+    index.commit([])
+    index.close()
+    with replacing(path / CACHE_JSON) as file:  # last: from here on it is a cache
+        file.write(json.dumps({"format": FORMAT_VERSION, "key": KEY_RULE, "shard_rows": shard_rows}).encode())

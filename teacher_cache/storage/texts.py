@@ -1,0 +1,132 @@
+"""The text table: the exact text and key of every row.
+
+Two zarr arrays in the cache's shards: `text` (strings) and `keys` (16 bytes a row), so that the index can be
+rebuilt and every vector can prove which text it belongs to.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from teacher_cache.errors import DamagedCache
+from teacher_cache.storage.index import Change, Index, ShardRecord, row_value, shard_key
+from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.text_key import KEY_BYTES, text_keys
+
+TEXT = "texts/text"
+KEYS = "texts/keys"
+CHUNK_ROWS = 64
+
+
+class TextTable:
+    """Reads texts by row; appends new ones."""
+
+    def __init__(self, cache: Path, index: Index) -> None:
+        self.index = index
+        self.text = ShardedArray(cache / TEXT)
+        self.keys = ShardedArray(cache / KEYS)
+        self.shard_rows = self.text.shard_rows
+
+    @staticmethod
+    def create(cache: Path, shard_rows: int) -> None:
+        chunk = math.gcd(CHUNK_ROWS, shard_rows)
+        ShardedArray.create(
+            cache / TEXT, width=None, dtype="str", shard_rows=shard_rows, chunk_rows=chunk, compressed=True
+        )
+        ShardedArray.create(
+            cache / KEYS, width=KEY_BYTES, dtype="u1", shard_rows=shard_rows, chunk_rows=shard_rows, compressed=False
+        )
+
+    def read(self, rows: npt.NDArray[np.int64]) -> list[str]:
+        """Texts of rows that the caller knows to exist, in the order asked for."""
+        texts: npt.NDArray[np.object_] = np.empty(len(rows), dtype=object)
+        self._read_into(texts, TEXT, self.text, rows)
+        return texts.tolist()
+
+    def read_keys(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        """`(n, 16)` keys of rows that the caller knows to exist."""
+        keys = np.empty((len(rows), KEY_BYTES), dtype=np.uint8)
+        self._read_into(keys, KEYS, self.keys, rows)
+        return keys
+
+    def _read_into(
+        self, out: npt.NDArray[Any], name: str, array: ShardedArray, rows: npt.NDArray[np.int64]
+    ) -> None:
+        shard_of = rows // self.shard_rows
+        for number in np.unique(shard_of).tolist():
+            wanted = np.flatnonzero(shard_of == number)
+            record = self.index.shard(name, number)
+            if record is None:
+                raise DamagedCache(f"the index has no record of shard {number} of {name}; run `tcache verify`")
+            out[wanted] = array.read_rows(number, rows[wanted] - number * self.shard_rows, record.digest)
+
+
+class TextAppender:
+    """Gives rows to texts, one shard to a transaction.
+
+    A row number is given at once and becomes real when its shard is committed: at the latest in `flush`.
+    """
+
+    def __init__(self, table: TextTable) -> None:
+        self.table = table
+        self.next_row = table.index.rows()
+        self._texts: list[str] = []
+        self._keys: dict[bytes, int] = {}
+
+    def add(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Row of each text; a text that the table does not know gets the next one."""
+        keys = text_keys(texts)
+        rows = self.table.index.find(keys)
+        for place in np.flatnonzero(rows < 0).tolist():
+            row = self._keys.get(keys[place])
+            if row is None:
+                row = self._keys[keys[place]] = self.next_row
+                self._texts.append(texts[place])
+                self.next_row += 1
+            rows[place] = row
+        while self.next_row // self.table.shard_rows > self._first_row // self.table.shard_rows:
+            self._commit_shard()
+        return rows
+
+    def flush(self) -> None:
+        """Make every row given so far durable."""
+        while self._texts:
+            self._commit_shard()
+
+    @property
+    def _first_row(self) -> int:
+        return self.next_row - len(self._texts)
+
+    def _commit_shard(self) -> None:
+        """Write the waiting texts of the first shard they touch, then publish them."""
+        table = self.table
+        number, start = divmod(self._first_row, table.shard_rows)
+        count = min(len(self._texts), table.shard_rows - start)
+        new_keys = list(islice(self._keys, count))
+        texts: npt.NDArray[np.object_] = np.empty(start + count, dtype=object)
+        keys = np.empty((start + count, KEY_BYTES), dtype=np.uint8)
+        if start:  # the shard has room left: write it anew with what it holds already
+            before = np.arange(start)
+            texts[:start] = table.read(before + number * table.shard_rows)
+            keys[:start] = table.read_keys(before + number * table.shard_rows)
+        texts[start:] = self._texts[:count]
+        keys[start:] = np.frombuffer(b"".join(new_keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
+        present = np.arange(table.shard_rows) < start + count
+        changes = [Change("keys", key, row_value(self._keys[key])) for key in new_keys]
+        committed = self._first_row + count
+        for name, array, values in ((TEXT, table.text, texts), (KEYS, table.keys, keys)):
+            receipt = array.write_shard(number, values, present[: len(values)])
+            record = ShardRecord(receipt.digest, 0.0, receipt.bytes, present)
+            changes.append(Change("shards", shard_key(name, number), record.pack()))
+            if array.rows < committed:
+                array.resize(committed)
+        changes.append(Change("meta", b"rows", row_value(committed)))
+        table.index.commit(changes)
+        del self._texts[:count]
+        for key in new_keys:
+            del self._keys[key]

@@ -1,0 +1,130 @@
+"""Teachers: a name becomes a spec, a spec becomes vectors.
+
+`resolve` reads configuration files and digests and imports no torch, so that a plan or a fully cached build
+costs no model; `load_teacher` loads.
+"""
+
+import importlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from teacher_cache.errors import MissingDependency, TeacherError
+from teacher_cache.space import EmbeddingSpace
+from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
+from teacher_cache.teachers.folder import ModelFolder
+from teacher_cache.teachers.hub import find_folder
+from teacher_cache.teachers.precision import choose_dtype
+
+__all__ = [
+    "BACKENDS",
+    "Encoded",
+    "Teacher",
+    "TeacherOptions",
+    "TeacherSpec",
+    "load_teacher",
+    "resolve",
+    "settle_dtype",
+]
+
+# name -> "module:Class"; `TeacherOptions.backend` also takes a "package.module:Class" that is not listed.
+BACKENDS: dict[str, str] = {
+    "toy": "teacher_cache.teachers.toy:ToyTeacher",
+    "transformer": "teacher_cache.teachers.transformer:TransformerTeacher",
+    "sentence_transformer": "teacher_cache.teachers.sentence_transformer:SentenceTransformerTeacher",
+}
+
+
+def resolve(options: TeacherOptions) -> TeacherSpec:
+    """Find the teacher that `options` mean and say which space it speaks; loads nothing.
+
+    Raises:
+        TeacherError: no such teacher, or one that cannot do what the options ask.
+        MissingDependency: the model has to come from the hub and huggingface_hub is absent.
+    """
+    if (
+        options.backend is not None
+        and ":" in options.backend
+        and not Path(options.model).expanduser().is_dir()
+    ):
+        # A back end of one's own may know its models by names that are no folders.
+        return backend_class(options.backend).resolve(options, None)
+    if options.model == "toy" or options.backend == "toy":
+        return backend_class("toy").resolve(options, None)
+    path = find_folder(options.model, options.revision, trust_remote_code=options.trust_remote_code)
+    folder = ModelFolder.open(path)
+    backend = options.backend or ("sentence_transformer" if folder.modules else "transformer")
+    return backend_class(backend).resolve(options, folder.path)
+
+
+def load_teacher(spec: TeacherSpec) -> Teacher:
+    """Load the teacher of a spec whose dtype is settled.
+
+    Raises:
+        TeacherError: the dtype is still "auto", the folder is not on this machine, or loading failed.
+        MissingDependency: torch, transformers or sentence-transformers is absent.
+    """
+    if spec.space.dtype == "auto":
+        raise TeacherError(f"the precision of {spec.space.teacher} is still 'auto': call settle_dtype first")
+    if spec.folder is not None and not spec.folder.is_dir():
+        raise TeacherError(
+            f"the folder of {spec.space.teacher} is not on this machine: {spec.folder}; put the model where "
+            "every worker sees it"
+        )
+    with _absent_library_named(spec):
+        return backend_class(spec.space.backend)(spec)
+
+
+def settle_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> TeacherSpec:
+    """Turn an "auto" precision into a real one; any other spec comes back as it is.
+
+    Args:
+        present: spaces that a cache already holds. One that differs from the spec in nothing but the
+            precision decides, so that a resumed build never hangs on a stopwatch.
+
+    Raises:
+        TeacherError, MissingDependency: as `load_teacher`, which the probe needs.
+    """
+    if spec.space.dtype != "auto":
+        return spec
+    for space in present:
+        if space.dtype != "auto" and space.fingerprint == replace(spec.space, dtype=space.dtype).fingerprint:
+            return spec.with_dtype(space.dtype)
+    if spec.folder is None:
+        return spec.with_dtype("float32")
+    with _absent_library_named(spec):
+        return spec.with_dtype(choose_dtype(spec, load_teacher))
+
+
+@contextmanager
+def _absent_library_named(spec: TeacherSpec) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("torch", "transformers", "sentence_transformers"):
+            raise MissingDependency(
+                f"teacher {spec.space.teacher} needs {error.name}: pip install 'teacher-cache[train]'"
+            ) from error
+        raise
+
+
+def backend_class(name: str) -> type[Teacher]:
+    """The class of a back end, by its name in `BACKENDS` or as "package.module:Class".
+
+    Raises:
+        TeacherError: no such back end.
+    """
+    target = BACKENDS.get(name, name)
+    module, colon, attribute = target.partition(":")
+    if not colon:
+        raise TeacherError(
+            f"unknown teacher back end {name!r}: expected {', '.join(BACKENDS)} or package.module:Class"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise TeacherError(f"teacher back end {name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Teacher)):
+        raise TeacherError(f"teacher back end {name!r} is not a Teacher class")
+    return found
