@@ -76,7 +76,7 @@ class TrainingConfig:
     Attributes:
         head_learning_rate: for the objective's own projections.
         min_lr_rate: the cosine ends at this share of the learning rate.
-        precision: "auto" is bf16 on a GPU that has it, fp16 on one that has not, fp32 elsewhere.
+        precision: "auto" is bf16 where the GPU or processor has it, else fp16 on a GPU, fp32 on a processor.
         max_steps: optimiser steps; -1 trains `num_train_epochs`.
         save_steps: optimiser steps between checkpoints.
         arguments: further `transformers.TrainingArguments`.

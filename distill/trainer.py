@@ -239,6 +239,8 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
         "warmup_steps": int(training.warmup_ratio * total),
         "max_grad_norm": training.max_grad_norm,
         "bf16": precision == "bf16",
+        # Trainer allows bf16 on a processor only when told that this is meant.
+        "use_cpu": precision == "bf16" and not torch.cuda.is_available(),
         "fp16": precision == "fp16",
         "seed": training.seed,
         "save_strategy": "steps",
@@ -267,12 +269,17 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
 
 
 def settled_precision(precision: str) -> str:
-    """`auto` as bf16 on a GPU that computes in it, fp16 on another GPU, fp32 elsewhere."""
+    """`auto` as bf16 where the processor or GPU multiplies in it, else fp16 on a GPU, fp32 on a processor.
+
+    A rule, not a measurement: the same machine always answers the same, so a run can be resumed exactly.
+    """
     if precision != "auto":
         return precision
-    if not torch.cuda.is_available():
-        return "fp32"
-    return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
+    # torch has no public question for this; emulated bf16 would be slower than fp32.
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if native else "fp32"
 
 
 class EpochOrder(TrainerCallback):

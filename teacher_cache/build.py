@@ -36,8 +36,9 @@ class Progress:
         phase: "reading" the corpus or "encoding" its missing rows.
         done, total: records read (total 0 while unknown), or distinct texts encoded.
         cached: distinct texts of the corpus that were there before.
-        tokens: tokens the teacher has seen in this build.
-        bytes: written to the space in this build.
+        tokens, tokens_per_second: that the teacher has seen in this build.
+        bytes: of the vectors encoded in this build, before compression.
+        space: one line on the teacher and how it is asked, once that is settled.
     """
 
     phase: str = "reading"
@@ -47,6 +48,8 @@ class Progress:
     tokens: int = 0
     bytes: int = 0
     quarantined: int = 0
+    tokens_per_second: float = 0.0
+    space: str = ""
 
 
 @dataclass(frozen=True)
@@ -206,16 +209,18 @@ def _fill(
 ) -> _Filled:
     """Ask for the missing rows and commit them, each shard as soon as its last batch is back."""
     filled = _Filled()
+    progress = Progress(
+        phase="encoding", total=len(missing), cached=distinct - len(missing), space=view.space.describe()
+    )
+    report(progress)
     if not len(missing):
         return filled
-    progress = Progress(phase="encoding", total=len(missing), cached=distinct - len(missing))
-    report(progress)
     shard_rows = view.vectors.shard_rows
     numbers, counts = np.unique(missing // shard_rows, return_counts=True)
     shards = {int(number): _OpenShard(int(count)) for number, count in zip(numbers, counts, strict=True)}
     batch_rows: dict[int, npt.NDArray[np.int64]] = {}
-    committed = time.monotonic()
-    cost_from, tokens_from = committed, 0
+    started = committed = time.monotonic()
+    cost_from, tokens_from = started, 0
 
     def commit(number: int) -> None:
         nonlocal cost_from, tokens_from
@@ -247,6 +252,7 @@ def _fill(
             committed = time.monotonic()
         progress.done += len(rows)
         progress.tokens = filled.tokens
+        progress.tokens_per_second = filled.tokens / (time.monotonic() - started)
         progress.bytes += encoded.vectors.shape[0] * encoded.vectors.shape[1] * view.form.bytes_per_value
         report(progress)
     return filled

@@ -61,11 +61,6 @@ def checked_name(name: str, what: str) -> str:
     return name
 
 
-def default_cache_folder() -> Path:
-    """`TCACHE_HOME`, else ~/.cache/tcache."""
-    return Path(os.environ.get("TCACHE_HOME") or Path.home() / ".cache" / "tcache")
-
-
 @dataclass(frozen=True)
 class SpaceRecord:
     """What the index knows of one embedding space.
@@ -196,7 +191,8 @@ class SpaceView:
         good = np.array([place not in checked.refused for place in range(len(rows))], dtype=bool)
         refused = {int(rows[place]): reason for place, reason in checked.refused.items()}
         changes = [
-            Change("quarantine", quarantine_key(self.slug, row), reason.encode()) for row, reason in refused.items()
+            Change("quarantine", quarantine_key(self.slug, row), reason.encode())
+            for row, reason in refused.items()
         ]
         if good.any():
             before = self.cache.index.shard(self.array_name, number)
@@ -214,7 +210,7 @@ class SpaceView:
             rows_end = number * shard_rows + int(np.flatnonzero(present)[-1]) + 1
             if self.vectors.rows < rows_end:
                 self.vectors.resize(rows_end)
-            record = ShardRecord(receipt.digest, worst, receipt.bytes, present)
+            record = ShardRecord(receipt.digest, worst, receipt.size, present)
             changes.append(Change("shards", shard_key(self.array_name, number), record.pack()))
         self.cache.index.commit(changes)
         return int(good.sum()), refused
@@ -264,7 +260,9 @@ class TeacherCache:
         if (path / CACHE_JSON).exists():
             _check_format(path)
         elif path.exists() and (not path.is_dir() or not _is_half_made(path)):
-            raise CacheError(f"{path} is not a teacher cache and not empty; choose another folder for --cache")
+            raise CacheError(
+                f"{path} is not a teacher cache and not empty; choose another folder for --cache"
+            )
         path.mkdir(parents=True, exist_ok=True)
         lock = WriterLock(path / LOCK)
         try:
@@ -316,7 +314,9 @@ class TeacherCache:
         """
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < self.rows):
-            raise MissingRows(f"{self.path} has rows 0 to {self.rows - 1}; asked for {rows.min()} to {rows.max()}")
+            raise MissingRows(
+                f"{self.path} has rows 0 to {self.rows - 1}; asked for {rows.min()} to {rows.max()}"
+            )
         return self.texts_table.read(rows)
 
     # Corpora
@@ -357,7 +357,8 @@ class TeacherCache:
     def spaces(self) -> dict[str, SpaceView]:
         """Every space by its slug."""
         return {
-            slug: SpaceView(self, SpaceRecord.from_json(data)) for slug, data in self.index.records("spaces").items()
+            slug: SpaceView(self, SpaceRecord.from_json(data))
+            for slug, data in self.index.records("spaces").items()
         }
 
     def space(self, name: str | None = None) -> SpaceView:
@@ -387,7 +388,9 @@ class TeacherCache:
             problem = f"{self.path} has no embedding space yet"
         else:
             between = _differences([view.space for view in fitting])
-            problem = f"{self.path} has {len(fitting)} spaces that fit ({between}): say which by its full name"
+            problem = (
+                f"{self.path} has {len(fitting)} spaces that fit ({between}): say which by its full name"
+            )
         raise SpaceNotFound(f"{problem}; it has: {known}; `tcache build CORPUS --teacher T` fills one")
 
     def find_space(self, space: EmbeddingSpace) -> SpaceView | None:
@@ -409,13 +412,17 @@ class TeacherCache:
             return view
         others = self.spaces().values()
         if not others:
-            raise SpaceNotFound(f"{self.path} has no embedding space yet; `tcache build CORPUS --teacher T` fills one")
+            raise SpaceNotFound(
+                f"{self.path} has no embedding space yet; `tcache build CORPUS --teacher T` fills one"
+            )
         nearest = min(others, key=lambda other: len(space.difference(other.space)))
         fields = "; ".join(
             f"{name}: asked for {mine!r}, cached {theirs!r}"
             for name, (mine, theirs) in space.difference(nearest.space).items()
         )
-        raise SpaceMismatch(f"{self.path} has no space that fits; the nearest is {nearest.slug}, which differs in {fields}")
+        raise SpaceMismatch(
+            f"{self.path} has no space that fits; the nearest is {nearest.slug}, which differs in {fields}"
+        )
 
     def ensure_space(self, space: EmbeddingSpace, storage: str) -> SpaceView:
         """The stored space equal to `space`, made empty if it is new.

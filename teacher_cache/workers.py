@@ -179,7 +179,10 @@ def _start_ray(ray: Any) -> None:
             ray.init(address=address, log_to_driver=False, logging_level="warning")
         else:
             ray.init(
-                include_dashboard=False, log_to_driver=False, logging_level="warning", _node_ip_address="127.0.0.1"
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="warning",
+                _node_ip_address="127.0.0.1",
             )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = f"the cluster at RAY_ADDRESS={address}" if address else "a local Ray instance"

@@ -83,7 +83,7 @@ def check_rows(vectors: npt.NDArray[np.float32], form: NumberFormat) -> Checked:
         cosine_error = (chord**2).sum(axis=1) / 2
         norm_error = np.abs(back_norm - norm) / norm
     refused: dict[int, str] = {}
-    finite = np.isfinite(vectors).all(axis=1)
+    finite: npt.NDArray[np.bool_] = np.isfinite(vectors).all(axis=1)
     good = finite & (norm > 0) & np.isfinite(back).all(axis=1)
     good &= (cosine_error <= form.max_cosine_error) & (norm_error <= form.max_norm_error)
     for row in np.flatnonzero(~good).tolist():
@@ -93,6 +93,8 @@ def check_rows(vectors: npt.NDArray[np.float32], form: NumberFormat) -> Checked:
             refused[row] = "the teacher gave an infinite value"
         elif norm[row] == 0:
             refused[row] = "the teacher gave a zero vector"
+        elif back_norm[row] == 0:
+            refused[row] = f"vanishes in {form.name}: largest value {np.abs(exact[row]).max():.4g}"
         elif not np.isfinite(back[row]).all():
             refused[row] = f"overflows {form.name}: largest value {np.abs(exact[row]).max():.4g}"
         else:

@@ -3,23 +3,27 @@
 Readers believe this and nothing else: a shard file without a record here does not exist, and a row whose
 presence bit is not set does not either. Everything a build promises becomes true in one transaction.
 
-The environment is opened lazily in each process and dropped when the object is pickled: an LMDB handle that
-crosses a fork corrupts its readers' table. It must not lie on a network file system.
+LMDB allows one handle of an index in a process: whoever opens the same one there, to read or to write, shares
+it. It is opened lazily in each process and never used across a fork or a pickle: a handle that crosses a fork
+corrupts its readers' table. It must not lie on a network file system.
 """
 
+import errno
 import os
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.errors import CacheNotFound, DamagedCache, DiskFull
+from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, DiskFull
 
 # Named databases. `keys`: 16-byte text key -> row. `shards`: array name, 0, shard number -> ShardRecord.
 # `quarantine`: space, 0, row -> reason. `corpora`, `spaces`: name -> JSON. `meta`: b"rows" -> row count.
@@ -48,17 +52,17 @@ class ShardRecord:
     Attributes:
         digest: 16 bytes over the values of the present rows.
         worst_error: largest 1 - cos of a stored row against what the teacher said; 0 for texts.
-        bytes: size of the shard file.
+        size: of the shard file, in bytes.
         present: `(shard_rows,)` bool.
     """
 
     digest: bytes
     worst_error: float
-    bytes: int
+    size: int
     present: npt.NDArray[np.bool_]
 
     def pack(self) -> bytes:
-        return _RECORD.pack(self.digest, self.worst_error, self.bytes) + np.packbits(self.present).tobytes()
+        return _RECORD.pack(self.digest, self.worst_error, self.size) + np.packbits(self.present).tobytes()
 
     @classmethod
     def unpack(cls, data: bytes) -> "ShardRecord":
@@ -79,103 +83,156 @@ def row_value(row: int) -> bytes:
     return _ROW.pack(row)
 
 
-class Index:
-    """One LMDB environment with the databases above."""
+class _Environment:
+    """A process's one handle of an index; it closes when the last `Index` that uses it lets go."""
 
-    def __init__(self, folder: Path, *, writable: bool) -> None:
-        self.folder = folder
-        self.writable = writable
-        self._env: Any = None
-        self._databases: dict[str, Any] = {}
-        self._pid = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "writable": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"], writable=state["writable"])  # type: ignore[misc]
-
-    def _environment(self) -> Any:
-        if self._env is not None and self._pid == os.getpid():
-            return self._env
-        if not self.writable and not (self.folder / "data.mdb").exists():
-            raise CacheNotFound(f"no index at {self.folder}: not a teacher cache, or its index was deleted")
+    def __init__(self, folder: Path, *, create: bool) -> None:
+        # A reader that may write opens the file so, too: a writer in the same process then shares its handle.
+        readonly = not create and not os.access(folder / "data.mdb", os.W_OK)
         try:
-            env = lmdb.open(
-                str(self.folder),
+            self.env = lmdb.open(
+                str(folder),
                 map_size=FIRST_MAP_BYTES,
-                readonly=not self.writable,
-                create=self.writable,
+                readonly=readonly,
+                create=create,
                 max_dbs=len(DATABASES),
                 max_readers=MAX_READERS,
                 meminit=False,
             )
-            self._databases = {name: env.open_db(name.encode(), create=self.writable) for name in DATABASES}
+            self.env.reader_check()  # readers that were killed would keep old pages from being used again
+            with self.env.begin(write=create) as txn:
+                self.databases = {
+                    name: self.env.open_db(name.encode(), txn=txn, create=create) for name in DATABASES
+                }
+        except lmdb.ReadonlyError as error:
+            raise CacheError(
+                f"not allowed to open the index at {folder}: {error}; even a reader writes to its lock.mdb"
+            ) from error
         except lmdb.Error as error:
             if _is_disk_full(error):
-                raise _disk_full(self.folder) from error
-            raise DamagedCache(f"the index at {self.folder} cannot be opened: {error}") from error
-        self._env, self._pid = env, os.getpid()
-        return env
+                raise _disk_full(folder) from error
+            raise DamagedCache(f"the index at {folder} cannot be opened: {error}") from error
+        self.pid = os.getpid()
+        # A grown map moves: no transaction of another thread may be open then.
+        self.lock = threading.RLock()
+
+    def begin(self, *, write: bool = False) -> Any:
+        """A transaction; hold the lock."""
+        try:
+            return self.env.begin(write=write)
+        except lmdb.MapResizedError:  # another process has grown the file since it was opened here
+            self.env.set_mapsize(0)
+            return self.env.begin(write=write)
+
+
+_environments: WeakValueDictionary[tuple[int, int], _Environment] = WeakValueDictionary()
+_opening = threading.Lock()
+
+
+def _shared_environment(folder: Path, *, create: bool) -> _Environment:
+    """This process's environment of the index in `folder`, known by its file, as paths have many spellings."""
+    with _opening:
+        try:
+            status = os.stat(folder / "data.mdb")
+        except FileNotFoundError:
+            if not create:
+                raise CacheNotFound(
+                    f"no index at {folder}: not a teacher cache, or its index was deleted"
+                ) from None
+        else:
+            known = _environments.get((status.st_dev, status.st_ino))
+            if known is not None and known.pid == os.getpid():
+                return known
+            if known is not None:
+                known.env.close()  # inherited by fork: only this process's copy goes
+        environment = _Environment(folder, create=create)
+        status = os.stat(folder / "data.mdb")
+        _environments[status.st_dev, status.st_ino] = environment
+        return environment
+
+
+class Index:
+    """One LMDB environment with the databases above. Threads of a process take turns."""
+
+    def __init__(self, folder: Path, *, writable: bool) -> None:
+        self.folder = folder
+        self.writable = writable
+        self._shared: _Environment | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["folder"], writable=False)  # type: ignore[misc]
+
+    def _environment(self) -> _Environment:
+        if self._shared is None or self._shared.pid != os.getpid():
+            self._shared = _shared_environment(self.folder, create=self.writable)
+        return self._shared
 
     def close(self) -> None:
-        """Close this process's handle; a copy inherited by fork is only forgotten, closing it is the owner's."""
-        if self._env is not None and self._pid == os.getpid():
-            self._env.close()
-        self._env = None
-        self._databases = {}
+        """Let go of the environment. Reading opens it again; writing is over, as the lock may be another's."""
+        self._shared = None
+        self.writable = False
 
     @contextmanager
-    def _reading(self) -> Iterator[Any]:
-        env = self._environment()
-        try:
-            txn = env.begin(buffers=False)
-        except lmdb.MapResizedError:  # the writer has grown the file since we opened it
-            env.set_mapsize(0)
-            txn = env.begin(buffers=False)
-        with txn:
-            yield txn
+    def _reading(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """A read transaction and the databases."""
+        shared = self._environment()
+        with shared.lock, shared.begin() as txn:
+            yield txn, shared.databases
 
     def commit(self, changes: Iterable[Change]) -> None:
         """Apply all changes in one durable transaction, growing the map as often as it takes.
 
         Raises:
             DiskFull: nothing of the transaction happened.
+            CacheError: nor did it then; the index is open for reading only, or LMDB refused.
         """
+        if not self.writable:
+            raise CacheError(f'the index at {self.folder} is not open for writing; open the cache with mode "a"')
         changes = list(changes)
-        env = self._environment()
-        while True:
-            try:
-                with env.begin(write=True) as txn:
-                    for change in changes:
-                        database = self._databases[change.database]
-                        if change.value is None:
-                            txn.delete(change.key, db=database)
-                        else:
-                            txn.put(change.key, change.value, db=database)
-                return
-            except lmdb.MapFullError:
-                env.set_mapsize(env.info()["map_size"] * 2)
-            except lmdb.Error as error:
-                if _is_disk_full(error):
-                    raise _disk_full(self.folder) from error
-                raise
+        shared = self._environment()
+        with shared.lock:
+            while True:
+                try:
+                    self._apply(shared, changes)
+                    return
+                except lmdb.MapFullError:
+                    shared.env.set_mapsize(shared.env.info()["map_size"] * 2)
+                except lmdb.Error as error:
+                    if _is_disk_full(error):
+                        raise _disk_full(self.folder) from error
+                    raise CacheError(
+                        f"the index at {self.folder} refused a commit: {error}; what was committed before is "
+                        "intact: run the same command again"
+                    ) from error
+
+    @staticmethod
+    def _apply(shared: _Environment, changes: list[Change]) -> None:
+        with shared.begin(write=True) as txn:
+            for change in changes:
+                database = shared.databases[change.database]
+                if change.value is None:
+                    txn.delete(change.key, db=database)
+                else:
+                    txn.put(change.key, change.value, db=database)
 
     def rows(self) -> int:
         """How many texts the table has."""
-        with self._reading() as txn:
-            value = txn.get(b"rows", db=self._databases["meta"])
+        with self._reading() as (txn, databases):
+            value = txn.get(b"rows", db=databases["meta"])
         return 0 if value is None else int(_ROW.unpack(value)[0])
 
     def key_count(self) -> int:
-        with self._reading() as txn:
-            return int(txn.stat(self._databases["keys"])["entries"])
+        with self._reading() as (txn, databases):
+            return int(txn.stat(databases["keys"])["entries"])
 
     def find(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
         """Row of each key, -1 where the text is not in the table."""
         rows = np.full(len(keys), -1, dtype=np.int64)
-        with self._reading() as txn:
-            database = self._databases["keys"]
+        with self._reading() as (txn, databases):
+            database = databases["keys"]
             for place, key in enumerate(keys):
                 value = txn.get(key, db=database)
                 if value is not None:
@@ -183,8 +240,8 @@ class Index:
         return rows
 
     def shard(self, array: str, number: int) -> ShardRecord | None:
-        with self._reading() as txn:
-            value = txn.get(shard_key(array, number), db=self._databases["shards"])
+        with self._reading() as (txn, databases):
+            value = txn.get(shard_key(array, number), db=databases["shards"])
         return None if value is None else ShardRecord.unpack(value)
 
     def shards(self, array: str) -> dict[int, ShardRecord]:
@@ -200,7 +257,7 @@ class Index:
     def _under(self, database: str, name: str) -> list[tuple[bytes, bytes]]:
         prefix = name.encode() + b"\0"
         found = []
-        with self._reading() as txn, txn.cursor(db=self._databases[database]) as cursor:
+        with self._reading() as (txn, databases), txn.cursor(db=databases[database]) as cursor:
             if cursor.set_range(prefix):
                 for key, value in cursor:
                     if not key.startswith(prefix):
@@ -210,21 +267,22 @@ class Index:
 
     def records(self, database: str) -> dict[str, bytes]:
         """All of `corpora` or `spaces`: name -> JSON bytes."""
-        with self._reading() as txn, txn.cursor(db=self._databases[database]) as cursor:
+        with self._reading() as (txn, databases), txn.cursor(db=databases[database]) as cursor:
             return {key.decode(): value for key, value in cursor}
 
     def record(self, database: str, name: str) -> bytes | None:
-        with self._reading() as txn:
-            value: bytes | None = txn.get(name.encode(), db=self._databases[database])
+        with self._reading() as (txn, databases):
+            value: bytes | None = txn.get(name.encode(), db=databases[database])
         return value
 
 
 def _is_disk_full(error: lmdb.Error) -> bool:
-    return isinstance(error, lmdb.DiskError) or "No space left" in str(error)
+    # A quota has no class of its own.
+    return isinstance(error, lmdb.DiskError) or os.strerror(errno.EDQUOT) in str(error)
 
 
 def _disk_full(folder: Path) -> DiskFull:
     return DiskFull(
-        f"no space left on the disk of {folder}; what was committed before is intact: free some space and run "
-        "the same command again"
+        f"no space left on the disk of {folder}; what was committed before is intact: free some space and "
+        "run the same command again"
     )

@@ -45,7 +45,7 @@ def replacing(path: Path) -> Iterator[Any]:
     Raises:
         DiskFull: no space was left; nothing was replaced.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
         with open(temporary, "wb") as file:
@@ -65,6 +65,14 @@ def replacing(path: Path) -> Iterator[Any]:
         temporary.unlink(missing_ok=True)
 
 
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it, their names durable."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
@@ -81,15 +89,24 @@ class ChunkCodec(ABC):
     def encode(self, rows: Rows) -> bytes: ...
 
     @abstractmethod
-    def decode(self, data: bytes | memoryview) -> Rows: ...
+    def decode(self, data: memoryview) -> Rows:
+        """Inverse of `encode`.
+
+        Raises:
+            RuntimeError, ValueError: the bytes are damaged.
+        """
 
     @abstractmethod
     def digest(self, rows: Rows) -> bytes:
         """16 bytes over the values, whatever the compression."""
 
+    @abstractmethod
+    def blank(self, rows: int) -> Rows:
+        """`rows` rows that hold nothing."""
+
 
 class FixedCodec(ChunkCodec):
-    """Rows of `width` numbers, optionally through a numcodecs compressor."""
+    """Rows of `width` numbers, as they are or through a numcodecs compressor and a checksum."""
 
     def __init__(self, dtype: str, width: int, compressor: Any | None) -> None:
         self.dtype = np.dtype(dtype)
@@ -98,31 +115,56 @@ class FixedCodec(ChunkCodec):
 
     def encode(self, rows: Rows) -> bytes:
         rows = np.ascontiguousarray(rows, dtype=self.dtype)
-        return rows.tobytes() if self.compressor is None else bytes(self.compressor.encode(rows))
+        return rows.tobytes() if self.compressor is None else _sealed(self.compressor.encode(rows))
 
-    def decode(self, data: bytes | memoryview) -> Rows:
-        raw = data if self.compressor is None else self.compressor.decode(data)
+    def decode(self, data: memoryview) -> Rows:
+        raw = data if self.compressor is None else self.compressor.decode(_unsealed(data))
         return np.frombuffer(raw, dtype=self.dtype).reshape(-1, self.width)
 
     def digest(self, rows: Rows) -> bytes:
-        return blake2b(np.ascontiguousarray(rows, dtype=self.dtype).view(np.uint8).data, digest_size=16).digest()
+        values = np.ascontiguousarray(rows, dtype=self.dtype)
+        return blake2b(values.view(np.uint8).data, digest_size=16).digest()
+
+    def blank(self, rows: int) -> Rows:
+        return np.full((rows, self.width), np.nan if self.dtype.kind == "f" else 0, dtype=self.dtype)
 
 
 class TextCodec(ChunkCodec):
-    """Strings as zarr's variable-length UTF-8, then zstd."""
+    """Strings as zarr's variable-length UTF-8, then zstd and a checksum."""
 
     def __init__(self, compressor: Any) -> None:
         self.compressor = compressor
         self.strings = numcodecs.VLenUTF8()
 
     def encode(self, rows: Rows) -> bytes:
-        return bytes(self.compressor.encode(self.strings.encode(rows)))
+        return _sealed(self.compressor.encode(self.strings.encode(rows)))
 
-    def decode(self, data: bytes | memoryview) -> Rows:
-        return np.asarray(self.strings.decode(self.compressor.decode(data)), dtype=object)
+    def decode(self, data: memoryview) -> Rows:
+        return np.asarray(self.strings.decode(self.compressor.decode(_unsealed(data))), dtype=object)
 
     def digest(self, rows: Rows) -> bytes:
         return blake2b(bytes(self.strings.encode(rows)), digest_size=16).digest()
+
+    def blank(self, rows: int) -> Rows:
+        return np.full(rows, "", dtype=object)
+
+
+def _crc32c(data: memoryview | bytes) -> bytes:
+    # The library takes no memoryview, but an array over one, which copies nothing.
+    return struct.pack("<I", google_crc32c.value(np.frombuffer(data, dtype=np.uint8)))
+
+
+def _sealed(data: Any) -> bytes:
+    """A compressed chunk with zarr's `crc32c` behind it: blosc and zstd alone decode damage to other values."""
+    data = bytes(data)
+    return data + _crc32c(data)
+
+
+def _unsealed(data: memoryview) -> memoryview:
+    body, checksum = data[:-4], data[-4:]
+    if len(data) < 4 or _crc32c(body) != bytes(checksum):
+        raise ValueError("its checksum does not match")
+    return body
 
 
 @dataclass(frozen=True)
@@ -132,11 +174,11 @@ class ShardReceipt:
     Attributes:
         digest: 16 bytes over the values of the present rows, in row order. It does not cover absent rows or
             compression, so a shard that later gained rows still proves the rows promised before.
-        bytes: size of the file.
+        size: of the file, in bytes.
     """
 
     digest: bytes
-    bytes: int
+    size: int
 
 
 class OpenShard:
@@ -150,14 +192,15 @@ class OpenShard:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < trailer:
-                    raise DamagedCache(f"{path} is cut short: {size} bytes, its chunk index alone takes {trailer}")
+                    raise DamagedCache(
+                        f"{path} is cut short: {size} bytes, its chunk index alone takes {trailer}"
+                    )
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise DamagedCache(f"{path} is gone; `tcache verify` tells what else is") from None
-        self.bytes = size
         self.view = memoryview(self.map)
         index = bytes(self.view[size - trailer :])
-        if google_crc32c.value(index[:-4]) != struct.unpack("<I", index[-4:])[0]:
+        if _crc32c(index[:-4]) != index[-4:]:
             raise DamagedCache(f"{path} is damaged: the checksum of its chunk index does not match")
         self.entries = np.frombuffer(index[:-4], dtype="<u8").reshape(chunks, 2)
         ends = self.entries[self.entries[:, 0] != EMPTY].sum(axis=1)
@@ -214,7 +257,9 @@ class ShardedArray:
             self.strings = self.metadata["data_type"] == "string"
             self.codec = _codec_from(self.metadata, inner["codecs"])
         except FileNotFoundError:
-            raise DamagedCache(f"{folder / 'zarr.json'} is gone; `tcache verify` tells what else is") from None
+            raise DamagedCache(
+                f"{folder / 'zarr.json'} is gone; `tcache verify` tells what else is"
+            ) from None
         except (KeyError, ValueError, TypeError) as error:
             raise FormatVersionError(
                 f"{folder / 'zarr.json'} is not a sharded zarr v3 array that this version reads: {error}"
@@ -224,7 +269,14 @@ class ShardedArray:
 
     @classmethod
     def create(
-        cls, folder: Path, *, width: int | None, dtype: str, shard_rows: int, chunk_rows: int, compressed: bool
+        cls,
+        folder: Path,
+        *,
+        width: int | None,
+        dtype: str,
+        shard_rows: int,
+        chunk_rows: int,
+        compressed: bool,
     ) -> Self:
         """Make an empty array; `width` None makes one of strings.
 
@@ -237,7 +289,9 @@ class ShardedArray:
         if compressed and width is None:
             compressor = ZstdCodec(level=3)
         elif compressed:
-            compressor = BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=np.dtype(dtype).itemsize)
+            compressor = BloscCodec(
+                cname="lz4", clevel=5, shuffle="bitshuffle", typesize=np.dtype(dtype).itemsize
+            )
         tail = () if width is None else (width,)
         zarr.create_array(
             store=str(folder),
@@ -279,14 +333,7 @@ class ShardedArray:
             rows: `(n, width)` or `(n,)` with n <= shard_rows; what stands in absent rows is not kept.
             present: `(n,)`, which of them are real.
         """
-        body: Rows
-        if self.strings:
-            body = np.full(self.shard_rows, "", dtype=object)
-        else:
-            codec = self.codec
-            assert isinstance(codec, FixedCodec)  # noqa: S101 - follows from `strings`
-            fill = np.nan if codec.dtype.kind == "f" else 0
-            body = np.full((self.shard_rows, codec.width), fill, dtype=codec.dtype)
+        body = self.codec.blank(self.shard_rows)
         kept = np.flatnonzero(present)
         body[kept] = rows[kept]
         used = self._stored_chunks(kept)
@@ -298,7 +345,7 @@ class ShardedArray:
                 index[chunk] = (offset, len(data))
                 offset += file.write(data)
             entries = index.tobytes()
-            offset += file.write(entries + struct.pack("<I", google_crc32c.value(entries)))
+            offset += file.write(entries + _crc32c(entries))
         return ShardReceipt(self.codec.digest(body[kept]), offset)
 
     def _stored_chunks(self, kept: npt.NDArray[np.intp]) -> list[int]:
@@ -337,16 +384,13 @@ class ShardedArray:
             wanted = np.flatnonzero(chunk_of == chunk)
             rows = shard.chunk(chunk)
             if len(rows) != self.chunk_rows:
-                raise DamagedCache(f"{shard.path}, chunk {chunk}: {len(rows)} rows instead of {self.chunk_rows}")
+                raise DamagedCache(
+                    f"{shard.path}, chunk {chunk}: {len(rows)} rows instead of {self.chunk_rows}"
+                )
             if out is None:
                 out = np.empty((len(within), *rows.shape[1:]), dtype=rows.dtype)
             out[wanted] = rows[within[wanted] - chunk * self.chunk_rows]
-        return out if out is not None else self._no_rows()
-
-    def _no_rows(self) -> Rows:
-        if isinstance(self.codec, FixedCodec):
-            return np.empty((0, self.codec.width), dtype=self.codec.dtype)
-        return np.empty(0, dtype=object)
+        return out if out is not None else self.codec.blank(0)
 
 
 def _codec_from(metadata: dict[str, Any], chain: list[dict[str, Any]]) -> ChunkCodec:

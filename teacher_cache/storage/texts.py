@@ -39,7 +39,12 @@ class TextTable:
             cache / TEXT, width=None, dtype="str", shard_rows=shard_rows, chunk_rows=chunk, compressed=True
         )
         ShardedArray.create(
-            cache / KEYS, width=KEY_BYTES, dtype="u1", shard_rows=shard_rows, chunk_rows=shard_rows, compressed=False
+            cache / KEYS,
+            width=KEY_BYTES,
+            dtype="u1",
+            shard_rows=shard_rows,
+            chunk_rows=shard_rows,
+            compressed=False,
         )
 
     def read(self, rows: npt.NDArray[np.int64]) -> list[str]:
@@ -62,7 +67,9 @@ class TextTable:
             wanted = np.flatnonzero(shard_of == number)
             record = self.index.shard(name, number)
             if record is None:
-                raise DamagedCache(f"the index has no record of shard {number} of {name}; run `tcache verify`")
+                raise DamagedCache(
+                    f"the index has no record of shard {number} of {name}; run `tcache verify`"
+                )
             out[wanted] = array.read_rows(number, rows[wanted] - number * self.shard_rows, record.digest)
 
 
@@ -121,7 +128,7 @@ class TextAppender:
         committed = self._first_row + count
         for name, array, values in ((TEXT, table.text, texts), (KEYS, table.keys, keys)):
             receipt = array.write_shard(number, values, present[: len(values)])
-            record = ShardRecord(receipt.digest, 0.0, receipt.bytes, present)
+            record = ShardRecord(receipt.digest, 0.0, receipt.size, present)
             changes.append(Change("shards", shard_key(name, number), record.pack()))
             if array.rows < committed:
                 array.resize(committed)

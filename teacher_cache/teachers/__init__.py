@@ -50,11 +50,12 @@ def resolve(options: TeacherOptions) -> TeacherSpec:
     ):
         # A back end of one's own may know its models by names that are no folders.
         return backend_class(options.backend).resolve(options, None)
-    if options.model == "toy" or options.backend == "toy":
-        return backend_class("toy").resolve(options, None)
+    backend = options.backend or ("toy" if options.model == "toy" else None)
+    if backend == "toy":
+        return backend_class(backend).resolve(options, None)
     path = find_folder(options.model, options.revision, trust_remote_code=options.trust_remote_code)
     folder = ModelFolder.open(path)
-    backend = options.backend or ("sentence_transformer" if folder.modules else "transformer")
+    backend = backend or ("sentence_transformer" if folder.modules else "transformer")
     return backend_class(backend).resolve(options, folder.path)
 
 

@@ -80,13 +80,14 @@ class BatchedEncoder:
         model = load(self._dtype)
         self._forward = model.forward
         self._float32_forward: Forward | None = None
+        self._may_repair = self._dtype != torch.float32
         self._tokenizer = model.tokenizer
         self._tokenizer.truncation_side = space.truncation_side
-        specials = self._tokenizer.num_special_tokens_to_add(pair=False)
-        if specials >= space.max_length:
+        fixed = len(self._tokenizer([space.prompt], truncation=False, verbose=False)["input_ids"][0])
+        if fixed >= space.max_length:
             raise TeacherError(
-                f"max length is {space.max_length}, but {space.teacher} adds {specials} special tokens to "
-                "every text: nothing of the text would be left"
+                f"max length is {space.max_length}, but prompt and special tokens of {space.teacher} take "
+                f"{fixed}: nothing of the text would be left"
             )
         self._self_check()
 
@@ -97,13 +98,8 @@ class BatchedEncoder:
         vectors = self._vectors(self._forward, tokens, rows)
         broken = _broken(vectors)
         repaired = np.zeros(len(texts), dtype=np.bool_)
-        if broken.any() and self._dtype != torch.float32:
-            if self._float32_forward is None:
-                logger.info(
-                    "%s overflows %s: loading it in float32 too", self.space.teacher, self.space.dtype
-                )
-                self._float32_forward = self._load(torch.float32).forward
-            vectors[broken] = self._vectors(self._float32_forward, tokens, rows[broken])
+        if broken.any() and (forward := self._in_float32()) is not None:
+            vectors[broken] = self._vectors(forward, tokens, rows[broken])
             repaired = broken & ~_broken(vectors)
         vectors[~vectors.any(axis=1)] = np.nan
         return Encoded(
@@ -112,6 +108,30 @@ class BatchedEncoder:
             truncated=tokens.truncated,
             repaired=repaired,
         )
+
+    def _in_float32(self) -> Forward | None:
+        """The float32 copy that answers where the compute precision overflows, loaded when first needed.
+
+        None when the teacher runs in float32 as it is, or the device has no room for a second copy.
+        """
+        if not self._may_repair:
+            return None
+        if self._float32_forward is None:
+            logger.info("%s overflows %s: loading it in float32 too", self.space.teacher, self.space.dtype)
+            try:
+                self._float32_forward = self._load(torch.float32).forward
+            except TeacherError as error:
+                if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                    raise
+                self._may_repair = False
+                logger.warning(
+                    "%s gives vectors that are not finite in %s, and its float32 copy does not fit on %s: "
+                    "these texts are left out; use --dtype float32",
+                    self.space.teacher,
+                    self.space.dtype,
+                    self._device,
+                )
+        return self._float32_forward
 
     def _tokenize(self, texts: Sequence[str]) -> _Tokens:
         if not texts:

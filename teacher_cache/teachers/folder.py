@@ -101,7 +101,9 @@ class ModelFolder:
                 "once with AutoModel.from_pretrained(folder).save_pretrained(folder) and delete the pickle"
             )
         if needed:
-            raise TeacherError(f"{part} holds no weights: expected model.safetensors")
+            raise TeacherError(
+                f"{part} holds no weights: expected model.safetensors; pickled ones must be converted"
+            )
 
     # -- what the files say ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ def find_folder(model: str, revision: str | None = None, *, trust_remote_code: b
         MissingDependency: a hub id without huggingface_hub.
     """
     local = Path(model).expanduser()
-    if local.is_dir():
+    if model and local.is_dir():
         if revision is not None:
             raise TeacherError(f"revision {revision!r} was given for the local folder {model}: leave it out")
         return local.resolve()

@@ -44,8 +44,6 @@ def loading(folder: Path) -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         yield
-    except ModuleNotFoundError:
-        raise
     except torch.OutOfMemoryError as error:
         raise TeacherError(
             f"{folder.name} does not fit on the device: use --dtype bfloat16, another --device, or a smaller "

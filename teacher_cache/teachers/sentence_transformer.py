@@ -104,6 +104,14 @@ def _require_plain_text_modules(files: ModelFolder, options: TeacherOptions) -> 
             f"{files.label} has modules this back end does not know ({', '.join(unknown)}): read their code, "
             "then allow them with --trust-remote-code"
         )
+    for index, kind in enumerate(kinds):
+        activation = str(files.module_config(index).get("activation_function", "torch."))
+        # The library would put Tanh in its place and go on.
+        if kind == "Dense" and not activation.startswith("torch.") and not options.trust_remote_code:
+            raise TeacherError(
+                f"the Dense module of {files.label} uses {activation}, which is not torch's: read its code, "
+                "then allow it with --trust-remote-code"
+            )
     special = sorted(
         {"chat_template", "common", "text"} & set(files.sentence_config.get("processing_kwargs") or {})
     )

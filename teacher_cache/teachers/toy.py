@@ -25,13 +25,17 @@ class ToyTeacher(Teacher):
 
     @classmethod
     def resolve(cls, options: TeacherOptions, folder: Path | None) -> TeacherSpec:
-        if folder is not None:
-            raise TeacherError(f"the toy teacher reads no files, but was given the folder {folder}")
+        if folder is not None or options.model != "toy":
+            raise TeacherError(f"the toy back end has one teacher, 'toy', not {options.model!r}")
         if normal_dtype(options.dtype) not in ("auto", "float32"):
             raise TeacherError(f"the toy teacher computes in float32 only, not {options.dtype}")
         for name, number in (("dims", options.dims), ("max length", options.max_length)):
             if number is not None and number < 1:
                 raise TeacherError(f"{name} of the toy teacher is {number}, expected at least 1")
+        prompt = chosen_prompt(options, {"query": "query: ", "passage": "passage: "}) or ""
+        max_length = options.max_length or _MAX_LENGTH
+        if len(prompt.split()) >= max_length:
+            raise TeacherError(f"the prompt of the toy teacher fills its max length of {max_length} words")
         space = EmbeddingSpace(
             teacher="toy",
             revision="",
@@ -40,8 +44,8 @@ class ToyTeacher(Teacher):
             tokenizer=blake2b(b"words between spaces", digest_size=16).hexdigest(),
             pooling=chosen_pooling(options) or "mean",
             padding_side=options.padding_side or "right",
-            prompt=chosen_prompt(options, {"query": "query: ", "passage": "passage: "}) or "",
-            max_length=options.max_length or _MAX_LENGTH,
+            prompt=prompt,
+            max_length=max_length,
             truncation_side="right",
             normalize=True if options.normalize is None else options.normalize,
             dims=options.dims or _DIMS,

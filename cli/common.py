@@ -1,0 +1,164 @@
+"""What both commands share: errors in one line, `--json`, one progress bar, underscores in flags."""
+
+import errno
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Body = TypeVar("Body", bound=Callable[..., Any])
+SECONDS_BETWEEN_LINES = 30.0
+
+# Users of TrainingArguments type underscores.
+CONTEXT = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+    "max_content_width": 110,
+}
+
+
+class Commands(click.Group):
+    """A group that turns every known error into one line and its exit code. Nothing else catches them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from teacher_cache.errors import KnownError
+
+        try:
+            return super().invoke(ctx)
+        except KnownError as error:
+            if ctx.meta.get("traceback"):
+                raise
+            click.echo(f"error: {' '.join(str(error).split())}", err=True)
+            ctx.exit(error.exit_code)
+        except OSError as error:
+            if ctx.meta.get("traceback") or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            click.echo(
+                f"error: no space left on disk{f' for {error.filename}' if error.filename else ''}; free some and "
+                "run the same command again",
+                err=True,
+            )
+            ctx.exit(1)
+
+
+def common_options(body: Body) -> Body:
+    """`--json`, `-q`, `-v` and `--traceback`; the command finds them in `ctx.meta`."""
+
+    def remember(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
+        if value:
+            ctx.meta[str(option.name)] = value
+        if option.name == "verbose":
+            level = logging.INFO if value else logging.WARNING
+            logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+            logging.getLogger("teacher_cache").setLevel(level)
+        return value
+
+    for flags, text in (
+        (("--traceback",), "Show where an error came from."),
+        (("-v", "--verbose"), "Say more on the way."),
+        (("-q", "--quiet"), "Print the result alone."),
+        (("--json",), "Print the result as JSON, and nothing else on stdout."),
+    ):
+        body = click.option(*flags, is_flag=True, expose_value=False, callback=remember, help=text)(body)
+    return body
+
+
+def cache_option(body: Body) -> Body:
+    """`--cache`, by default `TCACHE_HOME` or ~/.cache/tcache."""
+    return click.option(
+        "--cache",
+        type=click.Path(path_type=Path),
+        default=default_cache_folder,
+        show_default="$TCACHE_HOME or ~/.cache/tcache",
+        help="Folder of the teacher cache.",
+    )(body)
+
+
+def default_cache_folder() -> Path:
+    return Path(os.environ.get("TCACHE_HOME") or Path.home() / ".cache" / "tcache")
+
+
+def meta(name: str) -> bool:
+    return bool(click.get_current_context().meta.get(name))
+
+
+def emit(record: dict[str, Any] | list[Any], lines: Callable[[], list[str]], after: str = "") -> None:
+    """The result: JSON alone with `--json`, otherwise lines for a person and what to type next."""
+    if meta("json"):
+        click.echo(json.dumps(record, ensure_ascii=False, indent=2))
+        return
+    for line in lines():
+        click.echo(line)
+    if after and not meta("quiet"):
+        click.echo(f"next: {after}")
+
+
+def say(text: str) -> None:
+    """A line on the way, on stderr; silent with `-q`."""
+    if not meta("quiet"):
+        click.echo(text, err=True)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int, str], None]]:
+    """One bar on a terminal, a plain line every 30 s elsewhere, nothing with `-q`.
+
+    Yields `update(what, done, total, detail)`; a total of 0 means unknown.
+    """
+    if meta("quiet"):
+        yield lambda what, done, total, detail: None
+        return
+    if not sys.stderr.isatty():
+        yield _plain_lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[detail]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def update(what: str, done: int, total: int, detail: str) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total or None, detail=detail)
+            bar.update(tasks[what], completed=done, total=total or None, detail=detail)
+
+        yield update
+
+
+def _plain_lines() -> Callable[[str, int, int, str], None]:
+    started = last = time.monotonic()
+
+    def update(what: str, done: int, total: int, detail: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < SECONDS_BETWEEN_LINES:
+            return
+        last = now
+        left = f", about {(now - started) / done * (total - done) / 60:.0f} min left" if total and done else ""
+        share = f"{done:,}/{total:,} ({done / total:.0%})" if total else f"{done:,}"
+        click.echo(f"{what}: {share}{left}; {detail}", err=True)
+
+    return update
+
+
+def size(count: float) -> str:
+    """Bytes for a person, in powers of 1,000."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise ValueError(count)

@@ -1,0 +1,93 @@
+"""A sentence-transformers folder: Transformer, Pooling, the learned projection if wanted, Normalize.
+
+The folder is loaded back and compared with the trainer's own vectors before it takes its name: what is
+deployed is what was trained, or there is no folder.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distill.errors import ExportError
+from distill.student import Student
+
+# Cosine below which an exported vector is not the trained one; float32 kernels differ by less than 1e-6.
+MIN_COSINE = 0.9999
+POOLING_MODES = {"mean": "mean", "cls": "cls", "last_token": "lasttoken"}
+
+
+def export(
+    student: Student, projection: torch.Tensor | None, normalize: bool, folder: Path, texts: Sequence[str]
+) -> float:
+    """Write `folder`, replacing an older one only when the new one has passed its check.
+
+    Args:
+        projection: `(d_T, d_s)` weight of a bias-free Dense module, None to leave it out.
+        normalize: end with unit length.
+        texts: on which the loaded folder must give the trainer's vectors; about 50.
+
+    Returns:
+        The smallest cosine between an exported and a trained vector.
+
+    Raises:
+        ExportError: a vector differs; nothing is replaced, the failed folder stays beside for a look.
+    """
+    from sentence_transformers import SentenceTransformer
+
+    writing = folder.with_name(f"{folder.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    _write(student, projection, normalize, writing)
+    loaded = SentenceTransformer(str(writing), device="cpu", local_files_only=True)
+    exported = np.asarray(loaded.encode(list(texts), convert_to_numpy=True, show_progress_bar=False))
+    trained = expected_vectors(student, projection, normalize, texts)
+    lengths = np.linalg.norm(exported, axis=1) * np.linalg.norm(trained, axis=1)
+    worst = float(((exported * trained).sum(axis=1) / np.maximum(lengths, 1e-12)).min())
+    if not worst >= MIN_COSINE:
+        raise ExportError(
+            f"the exported student gives other vectors than the trained one: smallest cosine {worst:.6f} over "
+            f"{len(texts)} texts, expected at least {MIN_COSINE}; see {writing}"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    writing.rename(folder)
+    return worst
+
+
+def expected_vectors(
+    student: Student, projection: torch.Tensor | None, normalize: bool, texts: Sequence[str]
+) -> npt.NDArray[np.float32]:
+    """What the exported folder must give for `texts`, computed by the student that was trained."""
+    vectors = torch.from_numpy(student.encode(texts))
+    if projection is not None:
+        vectors = vectors @ projection.detach().float().cpu().T
+    if normalize:
+        vectors = torch.nn.functional.normalize(vectors, dim=-1)
+    return vectors.numpy()
+
+
+def _write(student: Student, projection: torch.Tensor | None, normalize: bool, folder: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+
+    encoder = folder.with_name(f"{folder.name}.encoder")
+    shutil.rmtree(encoder, ignore_errors=True)
+    student.save_encoder(encoder)
+    modules: list[Any] = [
+        Transformer(str(encoder), max_seq_length=student.max_length),
+        Pooling(student.shape.dim, POOLING_MODES[student.pooling]),
+    ]
+    if projection is not None:
+        width, dim = projection.shape
+        dense = Dense(dim, width, bias=False, activation_function=None)
+        dense.linear.weight.data.copy_(projection.detach().float().cpu())
+        modules.append(dense)
+    if normalize:
+        modules.append(Normalize())
+    prompts = {"prompts": {"default": student.prompt}, "default_prompt_name": "default"} if student.prompt else {}
+    model = SentenceTransformer(modules=modules, device="cpu", **prompts)
+    model.save_pretrained(str(folder), create_model_card=False)
+    shutil.rmtree(encoder)

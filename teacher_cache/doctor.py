@@ -1,0 +1,127 @@
+"""Is this machine ready? Libraries, devices, memory, and a small build from end to end."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from teacher_cache.build import build
+from teacher_cache.cache import TeacherCache
+from teacher_cache.corpus import Corpus
+from teacher_cache.errors import KnownError
+from teacher_cache.teachers import load_teacher, resolve
+from teacher_cache.teachers.base import TeacherOptions
+from teacher_cache.verify import verify
+
+REQUIRED = ("numpy", "zarr", "numcodecs", "lmdb", "click", "pyyaml", "rich")
+OPTIONAL = {
+    "torch": "train",
+    "transformers": "train",
+    "sentence-transformers": "train",
+    "ray": "ray",
+    "pyarrow": "formats",
+    "datasets": "formats",
+    "scikit-learn": "eval",
+    "scipy": "eval",
+}
+# Ray and data loaders pass tensors through shared memory; containers often get 64 MB of it.
+SMALL_SHARED_MEMORY = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One checked thing; `ok` False means that something will not work."""
+
+    what: str
+    ok: bool
+    detail: str
+
+    @property
+    def mark(self) -> str:
+        return "ok " if self.ok else "BAD"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine() -> list[Finding]:
+    """Look at everything; writes only to a temporary folder that is removed."""
+    return [*_libraries(), _processor(), _accelerator(), _shared_memory(), _offline(), _self_test()]
+
+
+def _libraries() -> Iterator[Finding]:
+    yield Finding("python", True, platform.python_version())
+    for name in REQUIRED:
+        version = _version(name)
+        yield Finding(name, version is not None, version or "not installed; reinstall teacher-cache")
+    for name, extra in OPTIONAL.items():
+        yield Finding(name, True, _version(name) or f"absent; pip install 'teacher-cache[{extra}]' brings it")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> Finding:
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Finding("processor", True, f"{os.cpu_count()} cores, {pages * page / 1e9:.0f} GB of memory")
+
+
+def _accelerator() -> Finding:
+    try:
+        import torch
+    except ImportError:
+        return Finding("accelerator", True, "torch is absent, so none can be used")
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        return Finding("accelerator", True, ", ".join(names))
+    if torch.backends.mps.is_available():
+        return Finding("accelerator", True, "Apple GPU (mps)")
+    return Finding("accelerator", True, "none; teachers run on the processor")
+
+
+def _shared_memory() -> Finding:
+    if not Path("/dev/shm").is_dir():
+        return Finding("shared memory", True, "not a Linux machine")
+    free = shutil.disk_usage("/dev/shm").free
+    detail = f"{free / 1e9:.1f} GB free"
+    if free < SMALL_SHARED_MEMORY:
+        return Finding("shared memory", False, f"{detail}; start the container with --shm-size=2g or more")
+    return Finding("shared memory", True, detail)
+
+
+def _offline() -> Finding:
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    return Finding("model hub", True, "offline: HF_HUB_OFFLINE is set" if offline else "asked for hub ids only")
+
+
+def _self_test() -> Finding:
+    """Build, read back and verify a cache of the toy teacher."""
+    texts = [f"Sentence number {number}." for number in range(100)]
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            source = Path(scratch) / "corpus.txt"
+            source.write_text("\n".join(texts), encoding="utf-8")
+            options = TeacherOptions(model="toy")
+            build(Corpus.open(source), options, Path(scratch) / "cache", name="self-test")
+            with TeacherCache.open(Path(scratch) / "cache") as cache:
+                read = cache.space().gather(cache.lookup(texts))
+            said = load_teacher(resolve(options)).encode(texts)
+            if not np.allclose(read, said, atol=1e-3):
+                return Finding("self-test", False, "vectors read back are not those that were written")
+            verdict = verify(Path(scratch) / "cache", deep=True)
+            if not verdict.ok:
+                return Finding("self-test", False, f"a new cache does not verify: {verdict.damage[0].where}")
+    except (KnownError, OSError) as error:
+        return Finding("self-test", False, str(error))
+    return Finding("self-test", True, "built, read and verified a cache of 100 texts")

@@ -1,0 +1,62 @@
+"""What is in a cache, and what it says of single texts; reads only."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from teacher_cache.cache import TeacherCache
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """Rows, corpora and spaces, with the names that `tcache info --json` promises."""
+    with TeacherCache.open(path) as cache:
+        spaces = {}
+        for slug, view in cache.spaces().items():
+            records = cache.index.shards(view.array_name).values()
+            spaces[slug] = {
+                "dim": view.dims,
+                "storage": view.record.storage,
+                "present": sum(int(record.present.sum()) for record in records),
+                "quarantined": len(view.quarantined()),
+                "bytes": sum(record.bytes for record in records),
+                "worst_error": max((record.worst_error for record in records), default=0.0),
+                "teacher": view.space.teacher,
+                "fingerprint": view.space.fingerprint,
+                "description": view.space.describe(),
+                "space": view.space.to_json(),
+            }
+        corpora = {
+            name: {
+                "rows": record.records,
+                "distinct": record.distinct,
+                "columns": list(record.columns),
+                "fingerprint": record.fingerprint,
+                "sources": [source.name for source in record.sources],
+            }
+            for name, record in cache.corpora().items()
+        }
+        return {"rows": cache.rows, "corpora": corpora, "spaces": spaces}
+
+
+def look_up(path: str | Path, texts: Sequence[str], space: str | None = None) -> list[dict[str, Any]]:
+    """For each text: `row`, `vector` and `norm`, or `why` there is none."""
+    with TeacherCache.open(path) as cache:
+        view = cache.space(space)
+        rows = cache.lookup(texts)
+        reasons = view.quarantined()
+        found = []
+        for text, row in zip(texts, rows.tolist(), strict=True):
+            entry: dict[str, Any] = {"text": text, "row": row, "vector": None, "norm": None, "why": ""}
+            if row < 0:
+                entry["why"] = "not in this cache"
+            elif row in reasons:
+                entry["why"] = f"quarantined: {reasons[row]}"
+            elif not view.present(np.array([row])).all():
+                entry["why"] = f"has no vector in space {view.slug}"
+            else:
+                vector = view.gather(np.array([row]))[0]
+                entry |= {"vector": vector.tolist(), "norm": float(np.linalg.norm(vector))}
+            found.append(entry)
+        return found

@@ -1,0 +1,135 @@
+"""What a build would cost, without building: nothing is written and, unless asked, no weights are loaded."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from teacher_cache.cache import CACHE_JSON, TeacherCache
+from teacher_cache.corpus import Corpus
+from teacher_cache.storage.codec import FORMATS
+from teacher_cache.teachers import load_teacher, resolve, settle_dtype
+from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
+from teacher_cache.text_key import KEY_BYTES, text_keys
+
+READ_RECORDS = 8192
+# Texts whose tokens are counted to estimate those of all, and texts that `probe` times.
+SAMPLE = 2000
+PROBED_TEXTS = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The foretold cost.
+
+    Attributes:
+        tokens: of the texts to encode, from the mean of a sample.
+        truncated: share of the sample that is longer than the maximum.
+        bytes: of the new vectors by number format, before compression.
+        hours: None when nothing has been timed yet.
+        basis: where the hours come from.
+    """
+
+    description: str
+    rows: int
+    distinct: int
+    cached: int
+    missing: int
+    tokens: int
+    truncated: float
+    bytes: dict[str, int]
+    hours: float | None
+    basis: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan(corpus: Corpus, teacher: TeacherOptions, cache: str | Path, *, probe: bool = False) -> Plan:
+    """Read the corpus once, look its texts up in the cache, if there is one, and count.
+
+    Takes 16 bytes of memory a text. With `probe` the teacher is loaded and timed on a few texts of this corpus.
+
+    Raises:
+        TeacherError, CorpusError: as `build` would.
+    """
+    spec = resolve(teacher)
+    keys = bytearray()
+    sample: list[str] = []
+    draw = random.Random(0)
+    rows = seen = 0
+    for records in corpus.batches(READ_RECORDS):
+        texts = [text for record in records for text in record]
+        rows += len(records)
+        keys += b"".join(text_keys(texts))
+        for text in texts:  # reservoir sampling: every text is as likely to be in the sample
+            seen += 1
+            if len(sample) < SAMPLE:
+                sample.append(text)
+            elif (place := draw.randrange(seen)) < SAMPLE:
+                sample[place] = text
+    distinct = np.unique(np.frombuffer(bytes(keys), dtype=f"V{KEY_BYTES}"))
+    cached, rate = _in_cache(distinct, spec, Path(cache))
+    missing = len(distinct) - cached
+    counts = _token_counts(sample, spec)
+    mean = float(np.minimum(counts, spec.space.max_length).mean()) if len(counts) else 0.0
+    tokens = round(mean * missing)
+    basis = "at the rate this cache was built at"
+    if probe and sample:
+        rate, basis = _timed(spec, sample[:PROBED_TEXTS]), f"from {min(len(sample), PROBED_TEXTS)} texts on this device"
+    return Plan(
+        description=spec.space.describe(),
+        rows=rows,
+        distinct=len(distinct),
+        cached=cached,
+        missing=missing,
+        tokens=tokens,
+        truncated=float((counts > spec.space.max_length).mean()) if len(counts) else 0.0,
+        bytes={name: missing * spec.space.dims * form.bytes_per_value for name, form in FORMATS.items()},
+        hours=tokens / rate / 3600 if rate else None,
+        basis=basis if rate else "",
+    )
+
+
+def _in_cache(distinct: Any, spec: TeacherSpec, path: Path) -> tuple[int, float | None]:
+    """How many of the texts have a vector of this space, and the tokens a second of past builds."""
+    if not (path / CACHE_JSON).exists():
+        return 0, None
+    with TeacherCache.open(path) as cache:
+        view = cache.find_space(spec.space)
+        if view is None:
+            return 0, None
+        rows = cache.index.find([key.tobytes() for key in distinct])
+        cached = int(view.present(rows[rows >= 0]).sum())
+        return cached, view.record.tokens / view.record.seconds if view.record.seconds else None
+
+
+def _token_counts(texts: Sequence[str], spec: TeacherSpec) -> np.ndarray[Any, Any]:
+    """Tokens of each text before truncation; words for a teacher without a tokenizer."""
+    if spec.folder is None:
+        return np.array([len(text.split()) for text in texts])
+    from transformers import AutoTokenizer
+
+    from teacher_cache.teachers.folder import ModelFolder
+
+    folder = ModelFolder(spec.folder).encoder
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=spec.options.trust_remote_code
+    )
+    prompted = [spec.space.prompt + text for text in texts]
+    return np.array([len(ids) for ids in tokenizer(prompted, verbose=False)["input_ids"]])
+
+
+def _timed(spec: TeacherSpec, texts: Sequence[str]) -> float:
+    """Tokens a second of the loaded teacher."""
+    if spec.space.dtype == "auto":
+        spec = settle_dtype(spec)
+    loaded = load_teacher(spec)
+    loaded.encode(texts[:2])  # the first call pays for set-up
+    started = time.monotonic()
+    encoded = loaded.encode_counted(texts)
+    return float(encoded.tokens.sum()) / (time.monotonic() - started)
