@@ -20,7 +20,7 @@ SECONDS_BETWEEN_LINES = 30.0
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("_", "-"),
-    "max_content_width": 110,
+    "max_content_width": 100,
 }
 
 

@@ -61,7 +61,10 @@ def teacher_options(body: Body) -> Body:
 
 def corpus_options(body: Body) -> Body:
     body = click.option(
-        "--text-key", default="text", show_default=True, help="Key or column of the text; two for pairs: 'a,b'."
+        "--text-key",
+        default="text",
+        show_default=True,
+        help="Key or column of the text; two for pairs: 'a,b'.",
     )(body)
     return click.argument("paths", metavar="CORPUS...", nargs=-1, required=True)(body)
 
@@ -251,9 +254,7 @@ def verify(cache: Path, deep: bool) -> None:
     def lines() -> list[str]:
         told = [f"damage ({damage.kind}, {damage.rows:,} rows): {damage.where}" for damage in verdict.damage]
         depth = "every value read" if deep else "records and sizes; --deep reads every value"
-        told.append(
-            f"{'ok' if verdict.ok else 'DAMAGED'}: {verdict.rows:,} rows, {verdict.shards:,} shards ({depth})"
-        )
+        told.append(f"{'ok' if verdict.ok else 'DAMAGED'}: {verdict.rows:,} rows, {verdict.shards:,} shards ({depth})")
         if verdict.leftovers:
             told.append(f"harmless leftovers of interrupted writes: {', '.join(verdict.leftovers)}")
         return told

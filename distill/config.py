@@ -5,6 +5,7 @@ under `training.arguments`.
 """
 
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -142,6 +143,9 @@ class RunConfig:
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> "RunConfig":
         """From a YAML file (or the defaults) with `a.b=value` overrides; values are read as YAML.
 
+        Where a text is expected, an override's value is taken as it stands, unless it is quoted or "null":
+        prompts end in a colon and a space.
+
         Raises:
             ConfigError: the file cannot be read, a key is unknown or a value has the wrong type.
         """
@@ -150,10 +154,8 @@ class RunConfig:
             key, equals, text = override.partition("=")
             if not equals:
                 raise ConfigError(f"override {override!r} is not of the form key=value")
-            try:
-                _put(values, key.strip().replace("-", "_"), yaml.safe_load(text))
-            except yaml.YAMLError as error:
-                raise ConfigError(f"override {key}: {text!r} is not a YAML value: {error}") from error
+            key = key.strip().replace("-", "_")
+            _put(values, key, _override_value(key, text))
         config: RunConfig = _build(cls, values, "")
         config.check()
         return config
@@ -172,6 +174,10 @@ class RunConfig:
             ("training.head_learning_rate", training.head_learning_rate, 0, None),
             ("training.warmup_ratio", training.warmup_ratio, 0, 1),
             ("training.min_lr_rate", training.min_lr_rate, 0, 1),
+            ("training.weight_decay", training.weight_decay, 0, None),
+            ("training.max_grad_norm", training.max_grad_norm, 0, None),
+            ("training.seed", training.seed, 0, None),
+            ("training.dataloader_num_workers", training.dataloader_num_workers, 0, None),
             ("training.save_steps", training.save_steps, 1, None),
             ("training.save_total_limit", training.save_total_limit, 1, None),
             ("training.logging_steps", training.logging_steps, 1, None),
@@ -179,11 +185,26 @@ class RunConfig:
             ("data.held_out", self.data.held_out, 0, None),
         )
         for key, value, low, high in bounds:
-            if value < low or (high is not None and value > high):
+            if not low <= value < math.inf or (high is not None and value > high):  # NaN is refused too
                 upper = "" if high is None else f" and at most {high}"
                 raise ConfigError(f"{key} is {value}; expected at least {low}{upper}")
+        if training.max_steps < 1 and training.max_steps != -1:
+            raise ConfigError(
+                f"training.max_steps is {training.max_steps}; expected at least 1, or -1 for epochs"
+            )
+        if training.max_steps == -1 and not 0 < training.num_train_epochs < math.inf:
+            raise ConfigError(
+                f"training.num_train_epochs is {training.num_train_epochs}; expected more than 0"
+            )
         if training.precision not in ("auto", "bf16", "fp16", "fp32"):
-            raise ConfigError(f"training.precision is {training.precision!r}; expected auto, bf16, fp16 or fp32")
+            raise ConfigError(
+                f"training.precision is {training.precision!r}; expected auto, bf16, fp16 or fp32"
+            )
+        own = {f.name: f"training.{f.name}" for f in fields(TrainingConfig)}
+        own |= {"output_dir": "output_dir", "bf16": "training.precision", "fp16": "training.precision"}
+        for name in training.arguments:
+            if name in own:
+                raise ConfigError(f"training.arguments.{name} has a key of its own; set {own[name]} instead")
 
     def to_yaml(self) -> str:
         """The whole configuration, defaults included; `load` reads it back."""
@@ -193,9 +214,7 @@ class RunConfig:
         """Dotted keys in which the two differ: `{key: (mine, theirs)}`."""
         mine, theirs = _flat(asdict(self)), _flat(asdict(other))
         return {
-            key: (mine.get(key), theirs.get(key))
-            for key in mine | theirs
-            if mine.get(key) != theirs.get(key)
+            key: (mine.get(key), theirs.get(key)) for key in mine | theirs if mine.get(key) != theirs.get(key)
         }
 
 
@@ -209,8 +228,31 @@ def _read(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"run configuration {path}: expected keys and values, found a {type(values).__name__}")
+        raise ConfigError(
+            f"run configuration {path}: expected keys and values, found a {type(values).__name__}"
+        )
     return values
+
+
+def _override_value(key: str, text: str) -> Any:
+    if _is_text(key) and text.strip() not in ("null", "~") and text.strip()[:1] not in ("'", '"'):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"override {key}: {text!r} is not a YAML value: {reason}") from error
+
+
+def _is_text(key: str) -> bool:
+    hint: Any = RunConfig
+    for name in key.split("."):
+        hint = typing.get_type_hints(hint).get(name) if is_dataclass(hint) else None
+    return str in _alternatives(hint)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
@@ -244,9 +286,11 @@ def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
 
 def _typed(value: Any, hint: Any, key: str) -> Any:
     """`value` as the field's type: 1e-4, which YAML reads as a string, becomes a float."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    options = _alternatives(hint)
     if value is None and type(None) in options:
         return None
+    if value is None and str in options:
+        return ""  # `prompt:` with nothing behind it
     for option in options:
         origin = typing.get_origin(option) or option
         if origin is Mapping and isinstance(value, Mapping):
@@ -264,14 +308,16 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
             return value
         if origin is str and isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)  # a folder called 2024
-    wanted = " or ".join("null" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
+    named = {type(None): "null", Mapping: "keys and values"}
+    kinds = [typing.get_origin(option) or option for option in options]
+    wanted = " or ".join(named.get(kind, kind.__name__) for kind in kinds)
     raise ConfigError(f"{key} is {value!r}; expected {wanted}")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value

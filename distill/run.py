@@ -6,6 +6,7 @@ ends with the weights that an uninterrupted run would have had.
 """
 
 import json
+import os
 import platform
 import shutil
 import time
@@ -28,7 +29,7 @@ from distill.objectives import load_objective
 from distill.objectives.base import Objective
 from distill.sharpness import build_sharpness
 from distill.student import Student
-from distill.trainer import Distillation, DistillTrainer, TrainingProgress, settled_precision
+from distill.trainer import STATE, WEIGHTS, Distillation, DistillTrainer, TrainingProgress, settled_precision
 from teacher_cache.cache import SpaceView, TeacherCache
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.storage.shards import replacing
@@ -52,6 +53,8 @@ class RunResult:
         final: the exported student.
         resumed_from: step of the checkpoint it went on from, 0 when it began anew.
         finished_before: the folder already held this very run, nothing was done.
+        seconds: that the last call took, not those that were stopped before it.
+        loss: mean of the last steps that were logged together.
         agreement: `before` and `after`, or None when nothing was held out.
     """
 
@@ -61,7 +64,7 @@ class RunResult:
     resumed_from: int
     finished_before: bool
     seconds: float
-    loss: float | None
+    loss: float
     agreement: dict[str, Any] | None
 
     def to_json(self) -> dict[str, Any]:
@@ -87,19 +90,23 @@ def run(
     started = time.monotonic()
     config.check()
     if not config.cache or not config.output_dir:
-        raise ConfigError(f"{'cache' if not config.cache else 'output_dir'} is not set; name it in the YAML or flags")
+        raise ConfigError(
+            f"{'cache' if not config.cache else 'output_dir'} is not set; name it in the YAML or flags"
+        )
     folder = Path(config.output_dir)
     finished = _finished(folder, config)
     if finished is not None:
         return finished
-    checkpoint = last_checkpoint(folder)
-    if resume and checkpoint is None:
-        raise RunFolderError(f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin")
+    if resume and not any(map(_is_whole, _checkpoints(folder))):
+        raise RunFolderError(
+            f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin"
+        )
     with TeacherCache.open(config.cache) as cache:
         space, manifest = cache.space(config.space), cache.corpus(config.corpus)
-        set_seed(config.training.seed)  # before the first random weight
         student = Student.load(config.student)
+        set_seed(config.training.seed)  # before the first random weight
         objective = _objective(config, student, space)
+        _projection(config, objective)  # refused before training rather than after
         held_out = held_out_rows(config, manifest, cache.rows)
         pairs = getattr(objective, "views", "dropout") == "pair" and objective.needs.views == 2
         dataset = CachedDataset(cache, space, manifest, held_out=held_out, pairs=pairs)
@@ -112,38 +119,41 @@ def run(
             repeat=1 if pairs else objective.needs.views,
         )
         record = _describe(config, space, manifest, student, len(held_out))
-        folder.mkdir(parents=True, exist_ok=True)
         _check_same_run(folder, record)
+        checkpoint = last_checkpoint(folder)
         trainer = DistillTrainer(model, config, dataset, collator, sharpness, report)
-        _write(folder / CONFIG, config.to_yaml())
+        leads = trainer.is_world_process_zero()  # of several processes, one writes
+        if leads:
+            _write(folder / CONFIG, config.to_yaml())
+            _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
         before = _agreement(student, cache, space, held_out)
-        _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
-        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if checkpoint is None or not trainer.restore(checkpoint):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         student.cpu()
         after = _agreement(student, cache, space, held_out)
         figures = {"before": asdict(before), "after": asdict(after)} if before and after else None
         record |= {
             "status": "finished",
-            "steps": outcome.global_step,
+            "steps": trainer.state.global_step,
             "seconds": round(time.monotonic() - started, 3),
-            "loss": outcome.training_loss,
+            "loss": next(line["loss"] for line in reversed(trainer.state.log_history) if "loss" in line),
             "resumed_from": _step(checkpoint),
             "agreement": figures,
         }
         projection = _projection(config, objective)
-        rows = np.linspace(0, cache.rows - 1, min(CHECKED_TEXTS, cache.rows)).astype(np.int64)
-        record["export"]["smallest_cosine"] = export(
-            student, projection, config.export.normalize, folder / FINAL, cache.texts(rows)
-        )
-        _write(folder / FINAL / "README.md", model_card(record))
-        _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
+        if leads:
+            rows = np.linspace(0, cache.rows - 1, min(CHECKED_TEXTS, cache.rows)).astype(np.int64)
+            cosine = export(student, projection, config.export.normalize, folder / FINAL, cache.texts(rows))
+            record["exported"] = {"texts": len(rows), "smallest_cosine": cosine}
+            _write(folder / FINAL / "README.md", model_card(record))
+            _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
     return _result(folder, record, finished_before=False)
 
 
 def held_out_rows(config: RunConfig, manifest: Manifest, table_rows: int) -> npt.NDArray[np.int64]:
     """Rows kept out of training, ascending; the same for every run with the same seed and corpus.
 
-    Only first texts of records are drawn; a held-out text is left out wherever it stands.
+    Second texts of pairs are drawn too; a record that holds a held-out text anywhere is not trained on.
     """
     rows = manifest.distinct_rows(table_rows)
     if len(rows) < SMALLEST_HELD_OUT_FROM or config.data.held_out == 0:
@@ -154,22 +164,36 @@ def held_out_rows(config: RunConfig, manifest: Manifest, table_rows: int) -> npt
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end; half-written ones are deleted.
+    """The newest checkpoint that was written to its end; half-written and half-deleted ones are removed."""
+    whole = []
+    for path in _checkpoints(folder):
+        if _is_whole(path):
+            whole.append(path)
+        else:
+            # Written into again, it could look whole too early. Another process may be removing it as well.
+            shutil.rmtree(path, ignore_errors=True)
+    return max(whole, key=_step, default=None)
 
-    Trainer writes `trainer_state.json` last, so a checkpoint is whole when that file is.
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all that an exact resume needs is there.
+
+    Trainer writes its state last, but other ranks write theirs without waiting, and a kill may also come
+    while an old checkpoint is being deleted.
     """
-    whole: dict[int, Path] = {}
-    for path in folder.glob("checkpoint-*"):
-        try:
-            step = int(path.name.removeprefix("checkpoint-"))
-            state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-            if state["global_step"] == step:
-                whole[step] = path
-                continue
-        except (ValueError, KeyError, OSError):
-            pass
-        shutil.rmtree(path)
-    return whole[max(whole)] if whole else None
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    states = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
+    if not all((checkpoint / name).is_file() for name in (WEIGHTS, "optimizer.pt", "scheduler.pt", *states)):
+        return False
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        return bool(state["global_step"] == _step(checkpoint))
+    except (ValueError, KeyError, TypeError, OSError):
+        return False
 
 
 def _objective(config: RunConfig, student: Student, space: SpaceView) -> Objective:
@@ -196,7 +220,9 @@ def _objective(config: RunConfig, student: Student, space: SpaceView) -> Objecti
 
 def _sharpness(config: RunConfig, model: Distillation) -> Any:
     chosen = config.sharpness
-    overrides = {name: value for name, value in (("rho", chosen.rho), ("eta", chosen.eta)) if value is not None}
+    overrides = {
+        name: value for name, value in (("rho", chosen.rho), ("eta", chosen.eta)) if value is not None
+    }
     return build_sharpness(chosen.name, model.named_parameters(), **overrides)
 
 
@@ -258,6 +284,7 @@ def _describe(
         "data": sections["data"],
         "export": sections["export"],
         "precision": settled_precision(config.training.precision),
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES},
     }
 
@@ -279,6 +306,11 @@ def _check_same_run(folder: Path, record: dict[str, Any]) -> None:
             f"{folder} was trained in {before.get('precision')}, this machine would go on in "
             f"{record['precision']}; set training.precision, or choose another --output-dir"
         )
+    if record["processes"] != before.get("processes"):
+        raise RunFolderError(
+            f"{folder} was trained by {before.get('processes')} processes, these are {record['processes']}: each "
+            "would see other records; start as many, or choose another --output-dir"
+        )
 
 
 def _finished(folder: Path, config: RunConfig) -> RunResult | None:
@@ -292,24 +324,33 @@ def _finished(folder: Path, config: RunConfig) -> RunResult | None:
     if not (folder / CONFIG).exists():
         if all(path.name == RECORD or path.name.endswith(".writing") for path in folder.iterdir()):
             return None
-        raise RunFolderError(f"{folder} is not empty and not a run folder (no {CONFIG}); choose another --output-dir")
+        raise RunFolderError(
+            f"{folder} is not empty and not a run folder (no {CONFIG}); choose another --output-dir"
+        )
     different = config.difference(RunConfig.load(folder / CONFIG))
     # Where a folder lies may change between two starts; what is in it is checked by fingerprint.
     different = {key: pair for key, pair in different.items() if key not in ("cache", "output_dir")}
     if different:
-        listed = "; ".join(f"{key}: {theirs!r} there, {mine!r} now" for key, (mine, theirs) in different.items())
-        raise RunFolderError(f"{folder} holds a run with other settings ({listed}); choose another --output-dir")
+        listed = "; ".join(
+            f"{key}: {theirs!r} there, {mine!r} now" for key, (mine, theirs) in different.items()
+        )
+        raise RunFolderError(
+            f"{folder} holds a run with other settings ({listed}); choose another --output-dir"
+        )
     if not (folder / RECORD).exists():
         return None
     record = _read_record(folder)
-    return _result(folder, record, finished_before=True) if record.get("status") == "finished" else None
+    done = record.get("status") == "finished" and (folder / FINAL).is_dir()
+    return _result(folder, record, finished_before=True) if done else None
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunFolderError(f"{folder / RECORD} is not JSON: {error}; choose another --output-dir") from error
+        raise RunFolderError(
+            f"{folder / RECORD} is not JSON: {error}; choose another --output-dir"
+        ) from error
     return record
 
 

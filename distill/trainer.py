@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from distill.config import RunConfig
 from distill.data.dataset import CachedDataset, Collator
@@ -25,6 +25,11 @@ from distill.errors import ConfigError, NonFiniteLoss
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.sharpness import Ascent, SharpnessAware
 from distill.student import Student
+from teacher_cache.storage.shards import replacing
+
+# Files of a checkpoint.
+WEIGHTS = "model.safetensors"
+STATE = "trainer_state.json"
 
 
 class Distillation(nn.Module):
@@ -52,7 +57,8 @@ class SharpnessMixin:
     Pass 1 gives the ascent direction without touching `.grad`; pass 2 is Trainer's own step, taken at the
     perturbed weights, so that accumulation, mixed precision, clipping and DDP stay Trainer's business.
     Under gradient accumulation every micro-batch has its own ascent. The loss that is logged is pass 1's, the
-    loss at the weights themselves.
+    loss at the weights themselves. Loss components that a SentenceTransformerTrainer logs are means over both
+    passes.
 
     Attributes:
         ascending: the step is in its second pass.
@@ -72,7 +78,9 @@ class SharpnessMixin:
         model.train()
         # Each rank climbs its own loss: this forward must not make DDP expect a synchronised backward.
         with self.accelerator.no_sync(model), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss = self.compute_loss(
+                model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
+            )
         scaler = getattr(self.accelerator, "scaler", None)
         self.ascending = True
         try:
@@ -80,8 +88,13 @@ class SharpnessMixin:
                 perturbed = one_pass(model, inputs, num_items_in_batch)
         finally:
             self.ascending = False
-        at_weights = loss.detach() / self.current_gradient_accumulation_steps
-        self.last_ascent = (ascent, (perturbed - at_weights) * self.current_gradient_accumulation_steps)
+        # Trainer divides the loss by the micro-batches of a step, unless the model has done so itself.
+        divided = self.compute_loss_func is not None or (
+            self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        )
+        share = 1 if divided else self.current_gradient_accumulation_steps
+        at_weights = loss.detach() / share
+        self.last_ascent = (ascent, (perturbed - at_weights) * share)
         return at_weights
 
 
@@ -112,8 +125,9 @@ class DistillTrainer(SharpnessMixin, Trainer):
         report: Callable[[TrainingProgress], None] = lambda progress: None,
     ) -> None:
         self.config = config
+        # Since the last log: each term summed over steps, and how many steps that is.
         self._sums: dict[str, Tensor] = {}
-        self._micro_steps = 0
+        self._summed_steps = 0.0
         sampler_batches = len(self._sampler(config, len(dataset), 0, int(os.environ.get("WORLD_SIZE", 1))))
         arguments = training_arguments(config, sampler_batches)
         super().__init__(model=model, args=arguments, train_dataset=dataset, data_collator=collator)
@@ -131,7 +145,9 @@ class DistillTrainer(SharpnessMixin, Trainer):
                 "change the losses that compare its texts; start with torchrun, or set CUDA_VISIBLE_DEVICES"
             )
         if self.sharpness is not None and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            raise ConfigError("sharpness does not work with DeepSpeed or FSDP, which shard the weights; use DDP")
+            raise ConfigError(
+                "sharpness does not work with DeepSpeed or FSDP, which shard the weights; use DDP"
+            )
 
     @staticmethod
     def _sampler(config: RunConfig, records: int, rank: int, ranks: int) -> StreamingSampler:
@@ -180,23 +196,28 @@ class DistillTrainer(SharpnessMixin, Trainer):
         outputs = model(**inputs)
         loss = outputs["loss"]
         if not bool(torch.isfinite(loss)):
-            terms = ", ".join(f"{name} {float(term):.4g}" for name, term in outputs["terms"].items())
+            terms = ", ".join(f"{name} {term.item():.4g}" for name, term in outputs["terms"].items())
             raise NonFiniteLoss(
-                f"the loss is {float(loss)} at step {self.state.global_step + 1} ({terms}); training stopped, the "
+                f"the loss is {loss.item()} at step {self.state.global_step + 1} ({terms}); training stopped, the "
                 "last checkpoint is intact: lower training.learning_rate, or use training.precision=fp32"
             )
         if not self.ascending:
-            self._micro_steps += 1
+            # A step's term is the mean over its micro-batches, as Trainer's loss is: the last step of an epoch
+            # may have fewer of them.
+            share = 1 / self.current_gradient_accumulation_steps
+            self._summed_steps += share
             for name, term in outputs["terms"].items():
-                self._sums[name] = self._sums.get(name, torch.zeros_like(term)) + term.detach()
+                self._sums[name] = self._sums.get(name, torch.zeros_like(term)) + term.detach() * share
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Trainer's own figures plus the mean of each term since the last log, and the latest ascent."""
-        if "loss" in logs and self._micro_steps:
-            logs |= {name: float(total) / self._micro_steps for name, total in self._sums.items()}
+        if "loss" in logs and self._sums:
+            means = torch.stack(list(self._sums.values())) / self._summed_steps
+            means = self.accelerator.reduce(means, reduction="mean")  # over ranks, as the loss is
+            logs |= dict(zip(self._sums, means.tolist(), strict=True))
             self._sums.clear()
-            self._micro_steps = 0
+            self._summed_steps = 0.0
             if self.last_ascent is not None:
                 ascent, rise = self.last_ascent
                 logs |= {"perturbation_norm": float(ascent.norm), "perturbation_rise": float(rise)}
@@ -206,8 +227,19 @@ class DistillTrainer(SharpnessMixin, Trainer):
         """Weights alone, as safetensors: no pickled arguments in a folder that people pass around."""
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.contiguous() for name, tensor in self.model.state_dict().items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_model(self.model, str(folder / WEIGHTS), metadata={"format": "pt"})
+
+    def restore(self, checkpoint: Path) -> bool:
+        """Take weights and state of a checkpoint of the last step; False when there are steps left to do.
+
+        `train` would do one step more from a last step inside an epoch.
+        """
+        state = TrainerState.load_from_json(str(checkpoint / STATE))
+        if state.global_step < state.max_steps:
+            return False
+        load_model(self.model, str(checkpoint / WEIGHTS))
+        self.state = state
+        return True
 
 
 def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
@@ -223,8 +255,14 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
             f"an epoch has no whole batch of {training.per_device_train_batch_size}; lower "
             "training.per_device_train_batch_size, or set data.drop_last=false"
         )
-    total = training.max_steps if training.max_steps > 0 else math.ceil(steps_an_epoch * training.num_train_epochs)
-    cosine_floor = {"min_lr_rate": training.min_lr_rate} if training.lr_scheduler_type.endswith("min_lr") else {}
+    total = (
+        training.max_steps
+        if training.max_steps > 0
+        else math.ceil(steps_an_epoch * training.num_train_epochs)
+    )
+    cosine_floor = (
+        {"min_lr_rate": training.min_lr_rate} if training.lr_scheduler_type.endswith("min_lr") else {}
+    )
     precision = settled_precision(training.precision)
     arguments: dict[str, Any] = {
         "output_dir": config.output_dir,
@@ -260,7 +298,9 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"training.arguments.{name} is not one of transformers' TrainingArguments{hint}")
+            raise ConfigError(
+                f"training.arguments.{name} is not one of transformers' TrainingArguments{hint}"
+            )
         arguments[name] = value
     try:
         return TrainingArguments(**arguments)
@@ -292,15 +332,18 @@ class EpochOrder(TrainerCallback):
 
 
 class MetricsFile(TrainerCallback):
-    """One JSON object a line: step, epoch, loss, each term, learning rate.
+    """One JSON object a line: step, epoch, loss, each term, learning rate; means since the line before.
 
-    Lines behind the checkpoint that a run resumes from are dropped: those steps are done again.
+    Lines behind the checkpoint that a run resumes from are dropped: those steps are done again. Every
+    checkpoint has a line, so that the lines of a resumed run are those of an uninterrupted one.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
         kept = []
         if self.path.exists():
             for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -309,16 +352,22 @@ class MetricsFile(TrainerCallback):
                         kept.append(line)
                 except (ValueError, KeyError):  # the line that was being written when the run was killed
                     continue
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        with replacing(self.path) as file:
+            file.write("".join(f"{line}\n" for line in kept).encode())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log |= control.should_save
+
+    on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and "loss" in (logs or {}):
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
 
 class ProgressReport(TrainerCallback):
-    """Calls back after every step."""
+    """Calls back after every step, on the first rank."""
 
     def __init__(self, report: Callable[[TrainingProgress], None]) -> None:
         self.report = report
@@ -328,4 +377,5 @@ class ProgressReport(TrainerCallback):
         self.loss = (logs or {}).get("loss", self.loss)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.report(TrainingProgress(state.global_step, state.max_steps, state.epoch, self.loss))
+        if state.is_world_process_zero:
+            self.report(TrainingProgress(state.global_step, state.max_steps, state.epoch, self.loss))

@@ -7,6 +7,7 @@ shard by shard; what was committed is never asked for again.
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from teacher_cache.cache import SpaceView, TeacherCache, checked_name
 from teacher_cache.corpus import Corpus
+from teacher_cache.storage.codec import number_format
 from teacher_cache.storage.manifest import CorpusRecord, Manifest, Source, writing_manifest
 from teacher_cache.teachers import resolve, settle_dtype
 from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
@@ -108,11 +110,14 @@ def build(
     """
     started = time.monotonic()
     checked_name(name, "corpus")
-    spec = resolve(teacher)  # before anything is written: an unknown teacher leaves no folder behind
+    # Before anything is written: a mistake leaves no folder behind.
+    if storage is not None:
+        number_format(storage)
+    spec = resolve(teacher)
     with TeacherCache.open(cache, "a") as table:
         manifest = ingest(corpus, table, name, report)
         wanted = manifest.distinct_rows(table.rows)
-        spec = _settled(spec, table)
+        spec = settle_dtype(spec, (record.space for record in table.space_records().values()))
         known = table.find_space(spec.space)
         view = table.ensure_space(spec.space, storage or (known.record.storage if known else "float16"))
         missing = view.missing_rows(wanted)
@@ -144,13 +149,12 @@ def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Pro
     """Give every text of the corpus a row and publish its row list under `name`."""
     progress = Progress()
     columns = len(corpus.columns)
-    with writing_manifest(table.path, name, columns) as (writer, written):
-        with table.appending() as appender:
-            for records in corpus.batches(READ_RECORDS):
-                rows = appender.add([text for record in records for text in record])
-                writer.append(rows.reshape(len(records), columns))
-                progress.done += len(records)
-                report(progress)
+    with writing_manifest(table.path, name, columns) as (writer, written), table.appending() as appender:
+        for records in corpus.batches(READ_RECORDS):
+            rows = appender.add([text for record in records for text in record])
+            writer.append(rows.reshape(len(records), columns))
+            progress.done += len(records)
+            report(progress)
     distinct = _count_distinct(written, table.rows)
     record = CorpusRecord(
         name=name,
@@ -168,18 +172,6 @@ def _count_distinct(written: Path, table_rows: int) -> int:
     used = np.zeros(table_rows, dtype=bool)
     used[np.load(written, mmap_mode="r", allow_pickle=False).ravel()] = True
     return int(used.sum())
-
-
-def _settled(spec: TeacherSpec, table: TeacherCache) -> TeacherSpec:
-    """Compute precision `auto`: what this cache already has for the teacher, else what a probe finds.
-
-    A probe is a measurement and may come out differently tomorrow; the choice must not, or every vector
-    would be computed again.
-    """
-    if spec.space.dtype != "auto":
-        return spec
-    known = table.find_space(spec.space)
-    return spec.with_dtype(known.space.dtype) if known is not None else settle_dtype(spec)
 
 
 @dataclass
@@ -216,8 +208,8 @@ def _fill(
     if not len(missing):
         return filled
     shard_rows = view.vectors.shard_rows
-    numbers, counts = np.unique(missing // shard_rows, return_counts=True)
-    shards = {int(number): _OpenShard(int(count)) for number, count in zip(numbers, counts, strict=True)}
+    by_shard = _split_by_shard(missing, shard_rows)
+    shards = {int(rows[0] // shard_rows): _OpenShard(len(rows)) for rows in by_shard}
     batch_rows: dict[int, npt.NDArray[np.int64]] = {}
     started = committed = time.monotonic()
     cost_from, tokens_from = started, 0
@@ -234,27 +226,29 @@ def _fill(
         view.add_cost(filled.tokens - tokens_from, now - cost_from)
         cost_from, tokens_from = now, filled.tokens
 
-    for number, encoded in workers.encode(spec, _batches(view, missing, batch_rows)):
-        rows = batch_rows.pop(number)
-        shard_number = int(rows[0] // shard_rows)
-        shard = shards[shard_number]
-        shard.rows.append(rows)
-        shard.vectors.append(encoded.vectors)
-        shard.waiting -= len(rows)
-        _count(filled, encoded)
-        if shard.waiting == 0:
-            commit(shard_number)
-            del shards[shard_number]
-            committed = time.monotonic()
-        elif time.monotonic() - committed > COMMIT_SECONDS:
-            for unfinished in [key for key, open_shard in shards.items() if open_shard.rows]:
-                commit(unfinished)
-            committed = time.monotonic()
-        progress.done += len(rows)
-        progress.tokens = filled.tokens
-        progress.tokens_per_second = filled.tokens / (time.monotonic() - started)
-        progress.bytes += encoded.vectors.shape[0] * encoded.vectors.shape[1] * view.form.bytes_per_value
-        report(progress)
+    # Closed here even after an error: workers of other processes must not outlive the build.
+    with closing(workers.encode(spec, _batches(view, by_shard, batch_rows))) as answers:
+        for number, encoded in answers:
+            rows = batch_rows.pop(number)
+            shard_number = int(rows[0] // shard_rows)
+            shard = shards[shard_number]
+            shard.rows.append(rows)
+            shard.vectors.append(encoded.vectors)
+            shard.waiting -= len(rows)
+            _count(filled, encoded)
+            if shard.waiting == 0:
+                commit(shard_number)
+                del shards[shard_number]
+                committed = time.monotonic()
+            elif time.monotonic() - committed > COMMIT_SECONDS:
+                for unfinished in [key for key, open_shard in shards.items() if open_shard.rows]:
+                    commit(unfinished)
+                committed = time.monotonic()
+            progress.done += len(rows)
+            progress.tokens = filled.tokens
+            progress.tokens_per_second = filled.tokens / (time.monotonic() - started)
+            progress.bytes += encoded.vectors.shape[0] * encoded.vectors.shape[1] * view.form.bytes_per_value
+            report(progress)
     return filled
 
 
@@ -264,17 +258,22 @@ def _count(filled: _Filled, encoded: Encoded) -> None:
     filled.tokens += int(encoded.tokens.sum())
 
 
+def _split_by_shard(rows: npt.NDArray[np.int64], shard_rows: int) -> list[npt.NDArray[np.int64]]:
+    """Ascending rows, cut where a shard ends."""
+    return np.split(rows, np.flatnonzero(np.diff(rows // shard_rows)) + 1)
+
+
 def _batches(
-    view: SpaceView, missing: npt.NDArray[np.int64], batch_rows: dict[int, npt.NDArray[np.int64]]
+    view: SpaceView,
+    by_shard: list[npt.NDArray[np.int64]],
+    batch_rows: dict[int, npt.NDArray[np.int64]],
 ) -> Iterator[list[str]]:
     """Texts of the missing rows, shard by shard; within a shard sorted by length, so batches pad little.
 
     The rows of each batch are noted in `batch_rows`, by the batch's number, before its texts are handed out.
     """
-    shard_rows = view.vectors.shard_rows
     handed_out = 0
-    for number in np.unique(missing // shard_rows).tolist():
-        rows = missing[missing // shard_rows == number]
+    for rows in by_shard:
         texts = view.cache.texts(rows)
         order = np.argsort([len(text) for text in texts], kind="stable")
         for start in range(0, len(rows), BATCH_ROWS):

@@ -33,7 +33,7 @@ from teacher_cache.storage.codec import NumberFormat, check_rows, number_format
 from teacher_cache.storage.index import Change, Index, ShardRecord, quarantine_key, shard_key
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
-from teacher_cache.storage.shards import ShardedArray, replacing, sync_folder
+from teacher_cache.storage.shards import TEMPORARY_SUFFIX, ShardedArray, make_folder, replacing, sync_folder
 from teacher_cache.storage.texts import TextAppender, TextTable
 from teacher_cache.text_key import KEY_RULE, text_keys
 
@@ -56,7 +56,8 @@ def checked_name(name: str, what: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise CacheError(
-            f"{name!r} cannot name a {what}: use letters, digits, '.', '_' and '-', starting with a letter or digit"
+            f"{name!r} cannot name a {what}: use up to 100 letters, digits, '.', '_' and '-', starting with "
+            "a letter or digit"
         )
     return name
 
@@ -110,6 +111,8 @@ class SpaceView:
 
     def _record(self, number: int, within: npt.NDArray[np.int64]) -> ShardRecord | None:
         """The shard's record, fetched again when it may have grown since."""
+        if number < 0:  # -1 is what `lookup` says of a text that the table does not have
+            return None
         record = self._records.get(number)
         if record is None or not record.present[within].all():
             record = self.cache.index.shard(self.array_name, number)
@@ -173,6 +176,8 @@ class SpaceView:
     def missing_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows that have no vector and were not refused one."""
         missing = rows[~self.present(rows)]
+        if not len(missing):
+            return missing
         refused = np.fromiter(self.quarantined(), dtype=np.int64)
         return np.setdiff1d(missing, refused, assume_unique=True)
 
@@ -207,9 +212,7 @@ class SpaceView:
             body[within] = checked.stored[good]
             present[within] = True
             receipt = self.vectors.write_shard(number, body, present)
-            rows_end = number * shard_rows + int(np.flatnonzero(present)[-1]) + 1
-            if self.vectors.rows < rows_end:
-                self.vectors.resize(rows_end)
+            self.vectors.grow(number * shard_rows + int(np.flatnonzero(present)[-1]) + 1)
             record = ShardRecord(receipt.digest, worst, receipt.size, present)
             changes.append(Change("shards", shard_key(self.array_name, number), record.pack()))
         self.cache.index.commit(changes)
@@ -263,7 +266,7 @@ class TeacherCache:
             raise CacheError(
                 f"{path} is not a teacher cache and not empty; choose another folder for --cache"
             )
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         lock = WriterLock(path / LOCK)
         try:
             if not (path / CACHE_JSON).exists():
@@ -313,9 +316,9 @@ class TeacherCache:
             MissingRows: a row is not in the table.
         """
         rows = np.asarray(rows, dtype=np.int64)
-        if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < self.rows):
+        if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self.rows):
             raise MissingRows(
-                f"{self.path} has rows 0 to {self.rows - 1}; asked for {rows.min()} to {rows.max()}"
+                f"{self.path} has {self.rows} rows, counted from 0; asked for {rows.min()} to {rows.max()}"
             )
         return self.texts_table.read(rows)
 
@@ -339,7 +342,13 @@ class TeacherCache:
                 f"{asked} {self.path}; it has: {', '.join(sorted(known)) or 'none'}; "
                 "`tcache build CORPUS --teacher T --name NAME` adds one"
             )
-        return Manifest(known[name], self.path)
+        try:
+            return Manifest(known[name], self.path)
+        except DamagedCache:
+            newest = self.corpora().get(name)
+            if newest == known[name] or newest is None:
+                raise
+            return Manifest(newest, self.path)  # a writer replaced the corpus between our two looks
 
     def publish_corpus(self, record: CorpusRecord, written: Path) -> Manifest:
         """Make a durable row list the corpus of that name, in place of an older one."""
@@ -354,51 +363,42 @@ class TeacherCache:
 
     # Spaces
 
+    def space_records(self) -> dict[str, SpaceRecord]:
+        """What the index knows of every space, by slug; opens none of them."""
+        return {slug: SpaceRecord.from_json(data) for slug, data in self.index.records("spaces").items()}
+
     def spaces(self) -> dict[str, SpaceView]:
         """Every space by its slug."""
-        return {
-            slug: SpaceView(self, SpaceRecord.from_json(data))
-            for slug, data in self.index.records("spaces").items()
-        }
+        return {slug: SpaceView(self, record) for slug, record in self.space_records().items()}
 
     def space(self, name: str | None = None) -> SpaceView:
-        """The space whose slug, fingerprint (or the start of one) or teacher name is `name`; without one, the only.
+        """The space of that slug, fingerprint (or the start of one) or teacher; without a name, the only one.
 
         Raises:
             SpaceNotFound: none or several fit.
         """
-        views = self.spaces()
-        if name is None:
-            fitting = list(views.values())
-        else:
-            fitting = [
-                view
-                for slug, view in views.items()
-                if slug == name
-                or view.space.teacher == name
-                or slug.split("@")[0] == name
-                or (len(name) >= 6 and view.space.fingerprint.startswith(name))
-            ]
+        records = self.space_records()
+        fitting = [record for record in records.values() if name is None or _is_called(record.space, name)]
         if len(fitting) == 1:
-            return fitting[0]
-        known = ", ".join(sorted(views)) or "none"
+            return SpaceView(self, fitting[0])
+        known = ", ".join(sorted(records)) or "none"
         if not fitting and name is not None:
             problem = f"{self.path} has no embedding space {name!r}"
         elif not fitting:
             problem = f"{self.path} has no embedding space yet"
         else:
-            between = _differences([view.space for view in fitting])
+            between = _differences([record.space for record in fitting])
             problem = (
                 f"{self.path} has {len(fitting)} spaces that fit ({between}): say which by its full name"
             )
         raise SpaceNotFound(f"{problem}; it has: {known}; `tcache build CORPUS --teacher T` fills one")
 
     def find_space(self, space: EmbeddingSpace) -> SpaceView | None:
-        """The stored space equal to `space`; where its dtype is "auto", the one that differs in nothing else."""
-        for view in self.spaces().values():
-            different = set(space.difference(view.space))
+        """The stored space equal to `space`; if its dtype is "auto", one that differs in nothing else."""
+        for record in self.space_records().values():
+            different = set(space.difference(record.space))
             if not different or (space.dtype == "auto" and different == {"dtype"}):
-                return view
+                return SpaceView(self, record)
         return None
 
     def require_space(self, space: EmbeddingSpace) -> SpaceView:
@@ -410,15 +410,15 @@ class TeacherCache:
         view = self.find_space(space)
         if view is not None:
             return view
-        others = self.spaces().values()
+        others = [record.space for record in self.space_records().values()]
         if not others:
             raise SpaceNotFound(
                 f"{self.path} has no embedding space yet; `tcache build CORPUS --teacher T` fills one"
             )
-        nearest = min(others, key=lambda other: len(space.difference(other.space)))
+        nearest = min(others, key=lambda other: len(space.difference(other)))
         fields = "; ".join(
             f"{name}: asked for {mine!r}, cached {theirs!r}"
-            for name, (mine, theirs) in space.difference(nearest.space).items()
+            for name, (mine, theirs) in space.difference(nearest).items()
         )
         raise SpaceMismatch(
             f"{self.path} has no space that fits; the nearest is {nearest.slug}, which differs in {fields}"
@@ -434,13 +434,14 @@ class TeacherCache:
         if view is not None:
             if view.record.storage != storage:
                 raise CacheError(
-                    f"space {view.slug} is stored as {view.record.storage}, not {storage}; leave --storage out, or "
-                    "build into another cache"
+                    f"space {view.slug} is stored as {view.record.storage}, not {storage}; leave --storage "
+                    "out, or build into another cache"
                 )
             return view
         form = number_format(storage)
         folder = self.path / SPACES / space.slug
         shutil.rmtree(folder, ignore_errors=True)  # a leftover that was never published
+        make_folder(folder)
         ShardedArray.create(
             folder / "vectors.zarr",
             width=space.dims,
@@ -463,6 +464,13 @@ class TeacherCache:
         appender.flush()
 
 
+def _is_called(space: EmbeddingSpace, name: str) -> bool:
+    """Whether a person may mean `space` by `name`; digits alone must be six, so that they are no accident."""
+    return name in (space.slug, space.slug.split("@")[0], space.teacher) or (
+        len(name) >= 6 and space.fingerprint.startswith(name)
+    )
+
+
 def _differences(spaces: Sequence[EmbeddingSpace]) -> str:
     names: list[str] = sorted({name for other in spaces[1:] for name in spaces[0].difference(other)})
     return "they differ in " + ", ".join(names)
@@ -475,17 +483,23 @@ def _check_format(path: Path) -> None:
         raise DamagedCache(f"{path / CACHE_JSON} does not say which format it is: {error!r}") from error
     if version != FORMAT_VERSION:
         raise FormatVersionError(
-            f"{path} is in cache format {version}, this version reads format {FORMAT_VERSION}; use the release "
-            "that wrote it, or build a new cache"
+            f"{path} is in cache format {version}, this version reads format {FORMAT_VERSION}; use the "
+            "release that wrote it, or build a new cache"
         )
 
 
 def _is_half_made(path: Path) -> bool:
-    """Empty, or what a first build leaves when it is killed before its first commit."""
-    return all(entry.name in {INDEX, "texts", CORPORA, SPACES, LOCK} for entry in path.iterdir())
+    """Empty, or what a first build leaves when it is killed before its first commit.
+
+    The lock comes first of all, so a folder without it is someone's own, whatever its entries are called.
+    """
+    names = {entry.name for entry in path.iterdir() if not entry.name.endswith(TEMPORARY_SUFFIX)}
+    return not names or (LOCK in names and names <= {INDEX, "texts", CORPORA, SPACES, LOCK})
 
 
 def _make(path: Path, shard_rows: int) -> None:
+    if shard_rows < 8 or shard_rows % 8:
+        raise CacheError(f"shards of {shard_rows} rows: expected a positive multiple of 8")
     shutil.rmtree(path / "texts", ignore_errors=True)
     shutil.rmtree(path / INDEX, ignore_errors=True)
     TextTable.create(path, shard_rows)
@@ -495,5 +509,6 @@ def _make(path: Path, shard_rows: int) -> None:
     index = Index(path / INDEX, writable=True)
     index.commit([])
     index.close()
+    record = {"format": FORMAT_VERSION, "key": KEY_RULE, "shard_rows": shard_rows}
     with replacing(path / CACHE_JSON) as file:  # last: from here on it is a cache
-        file.write(json.dumps({"format": FORMAT_VERSION, "key": KEY_RULE, "shard_rows": shard_rows}).encode())
+        file.write(json.dumps(record).encode())

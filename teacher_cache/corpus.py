@@ -330,9 +330,7 @@ def _without_end(line: str, counts: dict[str, int]) -> str:
     return line.removesuffix("\n")
 
 
-def _read_stdin(
-    lines: Iterator[str], name: str, columns: tuple[str, ...], counts: dict[str, int]
-) -> Iterator[Record]:
+def _read_stdin(lines: Iterator[str], name: str, columns: tuple[str, ...], counts: dict[str, int]) -> Iterator[Record]:
     held = []
     for line in lines:
         held.append(line)
@@ -348,9 +346,7 @@ def _read_stdin(
         yield (_without_end(line, counts),)
 
 
-def _read_jsonl(
-    lines: Iterable[str], name: str, columns: tuple[str, ...], counts: dict[str, int]
-) -> Iterator[Record]:
+def _read_jsonl(lines: Iterable[str], name: str, columns: tuple[str, ...], counts: dict[str, int]) -> Iterator[Record]:
     blank = ("",) * len(columns)
     for number, line in enumerate(lines, start=1):
         line = _without_end(line, counts)
@@ -366,8 +362,7 @@ def _read_jsonl(
             ) from error
         if not isinstance(found, dict):
             raise CorpusError(
-                f"{name}:{number}: found {_json_name(found)}, expected a JSON object with the key "
-                f"{_listed(columns)}"
+                f"{name}:{number}: found {_json_name(found)}, expected a JSON object with the key {_listed(columns)}"
             )
         for column in columns:
             if column not in found:
@@ -477,12 +472,8 @@ def _position(column: str, names: Sequence[str], name: str) -> int:
     if names.count(column) == 1:
         return names.index(column)
     if column in names:
-        raise CorpusError(
-            f"{name}: the column {column!r} occurs {names.count(column)} times; rename all but one"
-        )
-    raise CorpusError(
-        f"{name}: no column {column!r}, found {_listed(names)}; name the right column with text_key"
-    )
+        raise CorpusError(f"{name}: the column {column!r} occurs {names.count(column)} times; rename all but one")
+    raise CorpusError(f"{name}: no column {column!r}, found {_listed(names)}; name the right column with text_key")
 
 
 def _one_column(name: str, columns: tuple[str, ...]) -> str:

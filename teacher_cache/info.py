@@ -20,7 +20,7 @@ def describe(path: str | Path) -> dict[str, Any]:
                 "storage": view.record.storage,
                 "present": sum(int(record.present.sum()) for record in records),
                 "quarantined": len(view.quarantined()),
-                "bytes": sum(record.bytes for record in records),
+                "bytes": sum(record.size for record in records),
                 "worst_error": max((record.worst_error for record in records), default=0.0),
                 "teacher": view.space.teacher,
                 "fingerprint": view.space.fingerprint,

@@ -80,7 +80,10 @@ def plan(corpus: Corpus, teacher: TeacherOptions, cache: str | Path, *, probe: b
     tokens = round(mean * missing)
     basis = "at the rate this cache was built at"
     if probe and sample:
-        rate, basis = _timed(spec, sample[:PROBED_TEXTS]), f"from {min(len(sample), PROBED_TEXTS)} texts on this device"
+        rate, basis = (
+            _timed(spec, sample[:PROBED_TEXTS]),
+            f"from {min(len(sample), PROBED_TEXTS)} texts on this device",
+        )
     return Plan(
         description=spec.space.describe(),
         rows=rows,

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from teacher_cache.cache import SpaceView, TeacherCache
+from teacher_cache.cache import SPACES, SpaceRecord, SpaceView, TeacherCache
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.storage.index import ShardRecord
-from teacher_cache.storage.shards import TEMPORARY_SUFFIX, ShardedArray
+from teacher_cache.storage.shards import EMPTY, TEMPORARY_SUFFIX, ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT
 from teacher_cache.text_key import text_keys
 
@@ -24,7 +24,8 @@ class Damage:
     """One broken promise.
 
     Attributes:
-        kind: what sort ("missing_shard", "damaged_shard", "digest", "key", "non_finite", "count", "corpus").
+        kind: what sort ("damaged_cache", "damaged_space", "missing_shard", "damaged_shard", "digest", "key",
+            "non_finite", "count", "corpus").
         where: file or name, and what was found and expected.
         rows: how many rows it touches.
     """
@@ -53,45 +54,59 @@ class Verdict:
 
 
 def verify(path: str | Path, *, deep: bool = False) -> Verdict:
-    """Check a cache; reads only.
+    """Check a cache; reads only, and may run beside a writer.
 
     Raises:
         CacheNotFound, FormatVersionError: it cannot even be opened.
     """
-    with TeacherCache.open(path) as cache:
-        damage: list[Damage] = []
-        rows = cache.rows
-        shards = 0
-        if cache.index.key_count() != rows:
-            damage.append(
-                Damage(
-                    "count",
-                    f"the index has {cache.index.key_count()} text keys for {rows} rows",
-                    abs(cache.index.key_count() - rows),
-                )
-            )
+    try:
+        cache = TeacherCache.open(path)
+    except DamagedCache as error:
+        return Verdict([Damage("damaged_cache", str(error), 0)], 0, 0, deep, [])
+    with cache:
+        index = cache.index
         table = cache.texts_table
-        for name, array in ((TEXT, table.text), (KEYS, table.keys)):
-            records = cache.index.shards(name)
-            shards += len(records)
-            damage += _check_array(cache, name, array, records, rows, complete=True, deep=deep)
-        if deep and not damage:
-            damage += _check_keys(cache)
-        for slug in cache.index.records("spaces"):
-            try:
-                view = cache.space(slug)
-            except (DamagedCache, FormatVersionError) as error:
-                damage.append(Damage("damaged_space", str(error), 0))
-                continue
-            records = cache.index.shards(view.array_name)
-            shards += len(records)
-            found = list(
-                _check_array(cache, view.array_name, view.vectors, records, rows, complete=False, deep=deep)
+        with index.snapshot():
+            rows, keys = index.rows(), index.key_count()
+            spaces = cache.space_records()
+            arrays = [TEXT, KEYS, *(f"{SPACES}/{slug}" for slug in spaces)]
+            records = {name: index.shards(name) for name in arrays}
+        damage: list[Damage] = []
+        if keys != rows:
+            damage.append(
+                Damage("count", f"the index has {keys} text keys for {rows} rows", abs(keys - rows))
             )
-            damage += found or (list(_check_finite(view, records)) if deep else [])
-        damage += _check_corpora(cache, rows)
+        in_texts = [
+            *_check_array(cache, TEXT, table.text, records[TEXT], rows, complete=True, deep=deep),
+            *_check_array(cache, KEYS, table.keys, records[KEYS], rows, complete=True, deep=deep),
+        ]
+        damage += in_texts
+        if deep and not in_texts:
+            damage += _check_keys(cache, records[TEXT])
+        for space in spaces.values():
+            damage += _check_space(cache, space, records, rows, deep=deep)
+        damage += _check_corpora(cache)
         leftovers = sorted(str(p.relative_to(cache.path)) for p in cache.path.rglob(f"*{TEMPORARY_SUFFIX}"))
-        return Verdict(damage, shards, rows, deep, leftovers)
+        return Verdict(damage, sum(map(len, records.values())), rows, deep, leftovers)
+
+
+def _check_space(
+    cache: TeacherCache,
+    space: SpaceRecord,
+    records: dict[str, dict[int, ShardRecord]],
+    rows: int,
+    *,
+    deep: bool,
+) -> list[Damage]:
+    try:
+        view = SpaceView(cache, space)
+    except (DamagedCache, FormatVersionError) as error:
+        return [Damage("damaged_space", str(error), 0)]
+    ours = records[view.array_name]
+    found = list(_check_array(cache, view.array_name, view.vectors, ours, rows, complete=False, deep=deep))
+    if deep and not found:
+        found += _check_finite(view, ours)
+    return found
 
 
 def _check_array(
@@ -121,7 +136,7 @@ def _check_array(
             yield Damage("count", f"{path}: {count} rows recorded, expected {expected}", expected - count)
         try:
             shard = array.open_shard(number, record.digest)
-            stored = shard.entries[:, 0] != np.uint64(2**64 - 1)
+            stored = shard.entries[:, 0] != EMPTY
             chunks = np.unique(np.flatnonzero(record.present) // array.chunk_rows)
             if not stored[chunks].all():
                 yield Damage("damaged_shard", f"{path}: promised chunks are not stored", count)
@@ -134,9 +149,9 @@ def _check_array(
             yield Damage(kind, str(error), count)
 
 
-def _check_keys(cache: TeacherCache) -> Iterator[Damage]:
+def _check_keys(cache: TeacherCache, records: dict[int, ShardRecord]) -> Iterator[Damage]:
     table = cache.texts_table
-    for number, record in cache.index.shards(TEXT).items():
+    for number, record in records.items():
         rows = np.flatnonzero(record.present) + number * table.shard_rows
         keys = [key.tobytes() for key in table.read_keys(rows)]
         texts = table.read(rows)
@@ -145,8 +160,8 @@ def _check_keys(cache: TeacherCache) -> Iterator[Damage]:
         if wrong or misplaced:
             yield Damage(
                 "key",
-                f"shard {number} of the text table: {wrong} keys are not the hash of their text, {misplaced} are "
-                "indexed under another row",
+                f"shard {number} of the text table: {wrong} keys are not the hash of their text, {misplaced} "
+                "are indexed under another row",
                 max(wrong, misplaced),
             )
 
@@ -159,13 +174,14 @@ def _check_finite(view: SpaceView, records: dict[int, ShardRecord]) -> Iterator[
             yield Damage("non_finite", f"shard {number} of space {view.slug} holds NaN or infinite rows", bad)
 
 
-def _check_corpora(cache: TeacherCache, rows: int) -> Iterator[Damage]:
+def _check_corpora(cache: TeacherCache) -> Iterator[Damage]:
     for name, record in cache.corpora().items():
         try:
             manifest = cache.corpus(name)
         except DamagedCache as error:
             yield Damage("corpus", str(error), record.records)
             continue
+        rows = cache.rows  # read after the corpus, which names no row that is newer
         for start in range(0, len(manifest), 2**20):
             part = manifest.rows[start : start + 2**20]
             outside = int(((part < 0) | (part >= rows)).sum())

@@ -5,10 +5,12 @@ many GPUs there are.
 """
 
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from teacher_cache.errors import MissingDependency, WorkerError
@@ -21,6 +23,10 @@ logger = logging.getLogger("teacher_cache")
 QUEUED_PER_ACTOR = 1
 # A batch that has lost this many actors is the likely cause; give up rather than kill the next one.
 MAX_LOSSES = 3
+
+
+# (number of the batch, what was said). Closing it ends the workers.
+Answers = Generator[tuple[int, Encoded], None, None]
 
 
 class EncodeWorker:
@@ -41,13 +47,13 @@ class Workers(ABC):
     """A way to run a teacher over batches."""
 
     @abstractmethod
-    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Iterator[tuple[int, Encoded]]:
+    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
         """Encode every batch once.
 
         Batches are pulled as workers become free, so a lazy iterable is never read far ahead.
 
         Returns:
-            (number of the batch, what was said), in order of completion.
+            The answers in order of completion.
 
         Raises:
             WorkerError: workers could not be started, or a batch kept killing them.
@@ -57,7 +63,7 @@ class Workers(ABC):
 class LocalWorkers(Workers):
     """Encode in this process, on one device."""
 
-    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Iterator[tuple[int, Encoded]]:
+    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
         worker = EncodeWorker(spec)
         for number, texts in enumerate(batches):
             yield number, worker.encode(texts)
@@ -76,7 +82,7 @@ class RayWorkers(Workers):
     def __init__(self, actors: int | None = None) -> None:
         self.actors = actors
 
-    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Iterator[tuple[int, Encoded]]:
+    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
         try:
             import ray
         except ImportError:
@@ -86,13 +92,45 @@ class RayWorkers(Workers):
         started = not ray.is_initialized()
         if started:
             _start_ray(ray)
-        crew = _Crew(ray, spec, self.actors)
         try:
-            yield from crew.run(batches)
+            crew = _Crew(ray, spec, self.actors)
+            try:
+                yield from crew.run(batches)
+            finally:
+                crew.dismiss()
         finally:
-            crew.dismiss()
             if started:
                 ray.shutdown()
+
+
+def _shares(nodes: list[dict[str, float]], wanted: int | None) -> tuple[int, dict[str, float]]:
+    """How many actors, and what each asks for, so that all of them find room at once.
+
+    A request that no single node can grant would wait for ever, so it is sized by the smallest node.
+
+    Args:
+        nodes: the resources of each node, by Ray's names.
+        wanted: actors asked for; None takes one per GPU, or one where there is none.
+    """
+    with_gpu = [node for node in nodes if node.get("GPU", 0) >= 1]
+    gpus = sum(int(node["GPU"]) for node in with_gpu)
+    count = wanted or max(1, gpus)
+    options: dict[str, float] = {}
+    if gpus:
+        per_gpu = -(-count // gpus)
+        options["num_gpus"] = _share(1, per_gpu)
+        cpus = min(_share(node.get("CPU", 0), min(count, int(node["GPU"]) * per_gpu)) for node in with_gpu)
+    else:
+        with_cpu = [node for node in nodes if node.get("CPU", 0) > 0]
+        cpus = _share(min((node["CPU"] for node in with_cpu), default=0), -(-count // max(1, len(with_cpu))))
+    # Ray gives a worker as many OpenMP threads as CPUs, so the shares do not fight over cores.
+    return count, {"num_cpus": cpus, **options}
+
+
+def _share(amount: float, parts: int) -> float:
+    """A part of a resource, rounded down: Ray counts whole ones, or ten thousandths below one."""
+    share = amount / parts
+    return float(math.floor(share)) if share >= 1 else math.floor(share * 10_000) / 10_000
 
 
 class _Crew:
@@ -100,32 +138,24 @@ class _Crew:
 
     def __init__(self, ray: Any, spec: TeacherSpec, count: int | None) -> None:
         self.ray = ray
-        resources = ray.cluster_resources()
-        gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-        self.count = count or max(1, gpus)
-        # Ray gives each worker as many OMP threads as CPUs, so the shares do not fight over cores.
-        options: dict[str, Any] = {"num_cpus": max(1, cpus // self.count)}
-        if gpus:
-            options |= {"num_gpus": min(1.0, gpus / self.count)}
-        if options["num_cpus"] * self.count > cpus:
-            options["num_cpus"] = cpus / self.count
+        count, options = _shares([node["Resources"] for node in ray.nodes() if node["Alive"]], count)
         environment = {"TOKENIZERS_PARALLELISM": "false"}
-        self.hire = lambda: (
-            ray.remote(EncodeWorker).options(runtime_env={"env_vars": environment}, **options).remote(spec)
-        )
-        self.actors: list[Any] = [self.hire() for _ in range(self.count)]
-        self.held: dict[Any, tuple[Any, int, list[str]]] = {}  # reference -> actor, batch number, texts
+        actor = ray.remote(EncodeWorker).options(runtime_env={"env_vars": environment}, **options)
+        self.hire = lambda: actor.remote(spec)
+        self.actors: list[Any] = [self.hire() for _ in range(count)]
+        # Reference -> actor, batch number, texts; in the order of handing out, in which an actor works.
+        self.held: dict[Any, tuple[Any, int, list[str]]] = {}
         self.again: deque[tuple[int, list[str]]] = deque()
-        self.losses: dict[int, int] = {}
+        self.losses: Counter[int] = Counter()
 
-    def run(self, batches: Iterable[list[str]]) -> Iterator[tuple[int, Encoded]]:
+    def run(self, batches: Iterable[list[str]]) -> Answers:
         waiting = enumerate(batches)
         while True:
             self._hand_out(waiting)
             if not self.held:
                 return
             (done,), _ = self.ray.wait(list(self.held), num_returns=1)
-            actor, number, texts = self.held[done]
+            actor, number, _ = self.held[done]
             try:
                 encoded = self.ray.get(done)
             except self.ray.exceptions.RayActorError as death:
@@ -133,40 +163,50 @@ class _Crew:
                 continue
             except self.ray.exceptions.RayTaskError as error:
                 raise error.cause from None
+            except self.ray.exceptions.RayError as error:
+                raise WorkerError(f"Ray lost batch {number}: {_first_line(error)}") from error
             del self.held[done]
             yield number, encoded
 
     def _hand_out(self, waiting: Iterator[tuple[int, list[str]]]) -> None:
-        for _ in range(1 + QUEUED_PER_ACTOR):
-            for actor in self.actors:
-                load = sum(holder is actor for holder, _, _ in self.held.values())
-                if load > QUEUED_PER_ACTOR:
-                    continue
-                batch = self.again.popleft() if self.again else next(waiting, None)
-                if batch is None:
-                    return
-                number, texts = batch
-                self.held[actor.encode.remote(texts)] = (actor, number, texts)
+        """Give batches to the least busy until everyone has enough, or none is left."""
+        load = Counter(dict.fromkeys(self.actors, 0))
+        load.update(holder for holder, _, _ in self.held.values())
+        while load:
+            actor, held = min(load.items(), key=itemgetter(1))
+            batch = None if held > QUEUED_PER_ACTOR else self._next(waiting)
+            if batch is None:
+                return
+            number, texts = batch
+            self.held[actor.encode.remote(texts)] = (actor, number, texts)
+            load[actor] += 1
+
+    def _next(self, waiting: Iterator[tuple[int, list[str]]]) -> tuple[int, list[str]] | None:
+        return self.again.popleft() if self.again else next(waiting, None)
 
     def _replace(self, actor: Any, death: Exception) -> None:
-        """A new actor for a dead one; what it held is done again."""
-        lost = [(reference, batch) for reference, batch in self.held.items() if batch[0] is actor]
-        for reference, (_, number, texts) in lost:
-            del self.held[reference]
-            self.losses[number] = self.losses.get(number, 0) + 1
-            if self.losses[number] >= MAX_LOSSES:
-                reason = str(death).strip().splitlines()[0]
-                raise WorkerError(
-                    f"workers died {MAX_LOSSES} times over the same batch of {len(texts)} texts, which starts with "
-                    f"{texts[0][:60]!r}: {reason}; if memory ran out, lower --batch-tokens"
-                ) from death
-            self.again.append((number, texts))
-        logger.warning("a worker died; its %d batches are done again by a new one", len(lost))
+        """A new actor for a dead one; what it held is done again. The batch it worked on bears the blame."""
+        lost = [reference for reference, (holder, _, _) in self.held.items() if holder is actor]
+        batches = [self.held.pop(reference)[1:] for reference in lost]
+        number, texts = batches[0]
+        self.losses[number] += 1
+        if self.losses[number] >= MAX_LOSSES:
+            raise WorkerError(
+                f"workers died {MAX_LOSSES} times over the same batch of {len(texts)} texts, which starts "
+                f"with {texts[0][:60]!r}: {_first_line(death)}; if memory ran out, lower --batch-tokens"
+            ) from death
+        self.again.extend(batches)
+        logger.warning("a worker died; its %d batches are done again by a new one", len(batches))
+        self.ray.kill(actor)  # it may be only out of reach
         self.actors[self.actors.index(actor)] = self.hire()
 
     def dismiss(self) -> None:
         for actor in self.actors:
             self.ray.kill(actor)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _start_ray(ray: Any) -> None:
@@ -195,9 +235,9 @@ def parse_workers(text: str) -> Workers:
     Raises:
         WorkerError: anything else.
     """
-    kind, _, number = text.partition(":")
-    if kind == "local" and not number:
+    kind, colon, number = text.partition(":")
+    if kind == "local" and not colon:
         return LocalWorkers()
-    if kind == "ray" and (not number or (number.isdigit() and int(number) > 0)):
-        return RayWorkers(int(number) if number else None)
+    if kind == "ray" and (not colon or (number.isdecimal() and int(number) > 0)):
+        return RayWorkers(int(number) if colon else None)
     raise WorkerError(f"unknown workers {text!r}; expected local, ray or ray:N with N of at least 1")

@@ -21,6 +21,7 @@ from teacher_cache.text_key import text_keys
 
 # Rows whose text is compared with its key when a dataset is opened.
 PROBED_ROWS = 64
+RECORDS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class CachedDataset(Dataset[Records]):
 
     Raises:
         MissingRows: a text of the corpus has no vector in the space.
-        ConfigError: `pairs` of a corpus without a second column.
+        ConfigError: `pairs` of a corpus without a second column, or no record without a held-out text.
         DamagedCache: a text and its key do not belong together.
     """
 
@@ -78,10 +79,15 @@ class CachedDataset(Dataset[Records]):
         _probe(cache, rows)
         excluded = np.zeros(0, dtype=np.int64)
         if held_out is not None and len(held_out):
-            excluded = np.flatnonzero(np.isin(manifest.rows, held_out).any(axis=1))
+            excluded = _records_with(held_out, manifest, cache.rows)
         # Number of trained-on records before each held-out one: record i is found by one binary search.
         self._before_excluded = excluded - np.arange(len(excluded))
         self.records = len(manifest) - len(excluded)
+        if self.records == 0:
+            raise ConfigError(
+                f"every record of corpus {self.corpus_name!r} has a held-out text, none is left to train on; "
+                "set data.held_out=0"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": None}
@@ -114,6 +120,17 @@ class CachedDataset(Dataset[Records]):
         return Records(cache.texts(wanted), first, space.gather(first))
 
 
+def _records_with(texts: npt.NDArray[np.int64], manifest: Manifest, table_rows: int) -> npt.NDArray[np.int64]:
+    """Numbers of the records that hold one of these rows, ascending; read in pieces, a corpus may be long."""
+    wanted = np.zeros(table_rows, dtype=bool)
+    wanted[texts] = True
+    found = [
+        start + np.flatnonzero(wanted[manifest.rows[start : start + RECORDS_AT_ONCE]].any(axis=1))
+        for start in range(0, len(manifest), RECORDS_AT_ONCE)
+    ]
+    return np.concatenate(found)
+
+
 def _refuse_missing(space: SpaceView, corpus: str, rows: npt.NDArray[np.int64]) -> None:
     absent = rows[~space.present(rows)]
     if not len(absent):
@@ -133,7 +150,9 @@ def _refuse_missing(space: SpaceView, corpus: str, rows: npt.NDArray[np.int64]) 
 
 def _probe(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> None:
     """Compare some rows' texts with their keys, so that a mixed-up cache is noticed before training, not after."""
-    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, PROBED_ROWS).astype(np.int64))] if len(rows) else rows
+    chosen = (
+        rows[np.unique(np.linspace(0, len(rows) - 1, PROBED_ROWS).astype(np.int64))] if len(rows) else rows
+    )
     texts = cache.texts(chosen)
     stored = [key.tobytes() for key in cache.texts_table.read_keys(chosen)]
     if stored != text_keys(texts) or not np.array_equal(cache.lookup(texts), chosen):

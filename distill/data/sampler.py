@@ -54,6 +54,7 @@ class StreamingSampler(Sampler[list[int]]):
         self.ranks = ranks
         self.epoch = 0
         self._skip = 0
+        self._position = 0
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank, however many of them are skipped."""
@@ -61,23 +62,27 @@ class StreamingSampler(Sampler[list[int]]):
         return batches // self.ranks
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        if epoch != self.epoch:
+            self.epoch, self._skip, self._position = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self._skip}
+        """`epoch` and `position`: batches of it that this rank has handed out."""
+        return {"epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the first `position` batches of `epoch`."""
+        """The next iteration goes on behind the first `position` batches of `epoch`."""
         self.epoch = int(state["epoch"])
-        self._skip = int(state["position"])
+        self._skip = self._position = int(state["position"])
 
     def __iter__(self) -> Iterator[list[int]]:
         skip, self._skip = self._skip, 0
+        self._position = skip
         for number, records in enumerate(self._batches()):
             turn, whose = divmod(number, self.ranks)
             if turn >= len(self):
                 return
             if whose == self.rank and turn >= skip:
+                self._position = turn + 1
                 yield records
 
     def _batches(self) -> Iterator[list[int]]:

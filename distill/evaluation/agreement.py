@@ -59,9 +59,7 @@ def agreement(student: npt.NDArray[Any], teacher: npt.NDArray[Any], neighbours: 
     teacher_cosines = _cosines(teacher, "teacher")
     pairs = np.triu_indices(count, k=1)
     if np.ptp(teacher_cosines[pairs]) == 0:
-        raise EvaluationError(
-            f"agreement: the teacher gives all {count} texts the same cosine to one another"
-        )
+        raise EvaluationError(f"agreement: the teacher gives all {count} texts the same cosine to one another")
     rho = spearman(student_cosines[pairs], teacher_cosines[pairs])
     shared = np.minimum(_seats(student_cosines, neighbours), _seats(teacher_cosines, neighbours))
     return Agreement(

@@ -43,9 +43,7 @@ class Task(ABC):
 
     def __init__(self, name: str, folder: Path, *, domain: str = "other", split: str = "test") -> None:
         if domain not in DOMAINS:
-            raise EvaluationError(
-                f"task {name!r}: domain is {domain!r}, expected one of {', '.join(DOMAINS)}"
-            )
+            raise EvaluationError(f"task {name!r}: domain is {domain!r}, expected one of {', '.join(DOMAINS)}")
         self.name = name
         self.folder = Path(folder)
         self.domain = domain
@@ -101,9 +99,7 @@ class PairTask(Task):
         }
         pairs = [SentencePair(*row) for row in read_columns(path, columns)]
         if len({pair.value for pair in pairs}) < 2:
-            raise EvaluationError(
-                f"{path}: every {self.column} is {pairs[0].value:g}, so nothing can be ranked"
-            )
+            raise EvaluationError(f"{path}: every {self.column} is {pairs[0].value:g}, so nothing can be ranked")
         return pairs
 
     @property
@@ -116,9 +112,7 @@ class PairTask(Task):
 
     def cosines(self, vectors: Vectors) -> npt.NDArray[np.float64]:
         """`(n,)` cosine of the two sentences of each pair."""
-        return cosine(
-            vectors([pair.first for pair in self.pairs]), vectors([pair.second for pair in self.pairs])
-        )
+        return cosine(vectors([pair.first for pair in self.pairs]), vectors([pair.second for pair in self.pairs]))
 
 
 def unit_rows(vectors: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -232,8 +226,7 @@ class Report:
     def averages(self) -> dict[str, Average]:
         """`in_domain`, `out_of_domain` and `all`, each over those of its tasks that ran."""
         by_domain = {
-            domain: [task.score for task in self.tasks.values() if task.domain == domain]
-            for domain in DOMAINS
+            domain: [task.score for task in self.tasks.values() if task.domain == domain] for domain in DOMAINS
         }
         return {
             "in_domain": Average.of(by_domain["in"]),
@@ -245,9 +238,7 @@ class Report:
         """The names that scripts rely on: `tasks`, `average`, `model`, `texts`, `seconds`."""
         return {
             "model": self.model,
-            "tasks": {
-                name: {"metric": task.metric, "score": task.score} for name, task in self.tasks.items()
-            },
+            "tasks": {name: {"metric": task.metric, "score": task.score} for name, task in self.tasks.items()},
             "average": {name: average.score for name, average in self.averages.items()},
             "texts": self.texts,
             "seconds": self.seconds,

@@ -14,9 +14,7 @@ try:
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import accuracy_score, f1_score
 except ImportError as error:
-    raise MissingDependency(
-        "classification tasks need scikit-learn: pip install 'teacher-cache[eval]'"
-    ) from error
+    raise MissingDependency("classification tasks need scikit-learn: pip install 'teacher-cache[eval]'") from error
 
 MAX_ITER = 200
 

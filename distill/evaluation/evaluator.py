@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,10 +55,39 @@ def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "
         tasks.append(load_task(kind)(own_name, data, domain=domain, split=split))
     missing = [path.name for task in tasks for path in task.files() if not path.is_file()]
     if missing:
-        raise EvaluationError(
-            f"{data}: missing {', '.join(missing)}; put the files there, or name the tasks to run"
-        )
+        raise EvaluationError(f"{data}: missing {', '.join(missing)}; put the files there, or name the tasks to run")
     return tasks
+
+
+def evaluate_model(
+    model: str,
+    data: Path,
+    *,
+    names: Sequence[str] | None = None,
+    dtype: str = "fp32",
+    device: str | None = None,
+    announce: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Score a model on the nine tasks, with its own pooling, prompt and maximum length.
+
+    A model is asked exactly as a teacher is: a finished student can be either.
+
+    Args:
+        model: a run folder (its `final/` is scored), a model folder or a hub id.
+        announce: is told how the model is asked, before it is.
+
+    Raises:
+        EvaluationError, TeacherError: a file or the model is missing.
+    """
+    from teacher_cache.teachers import TeacherOptions, load_teacher, resolve, settle_dtype
+
+    evaluator = Evaluator(nine_tasks(data, names))
+    final = Path(model) / "final"
+    spec = resolve(TeacherOptions(model=str(final) if final.is_dir() else model, dtype=dtype, device=device))
+    if spec.space.dtype == "auto":
+        spec = settle_dtype(spec)
+    announce(spec.space.describe())
+    return evaluator(load_teacher(spec), model)
 
 
 class Evaluator:

@@ -4,6 +4,8 @@ The folder is loaded back and compared with the trainer's own vectors before it 
 deployed is what was trained, or there is no folder.
 """
 
+import inspect
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +17,12 @@ import torch
 
 from distill.errors import ExportError
 from distill.student import Student
+from teacher_cache.errors import TeacherError
+from teacher_cache.teachers.loading import loading
 
 # Cosine below which an exported vector is not the trained one; float32 kernels differ by less than 1e-6.
 MIN_COSINE = 0.9999
+LENGTH_TOLERANCE = 0.01
 POOLING_MODES = {"mean": "mean", "cls": "cls", "last_token": "lasttoken"}
 
 
@@ -41,16 +46,24 @@ def export(
 
     writing = folder.with_name(f"{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
-    _write(student, projection, normalize, writing)
-    loaded = SentenceTransformer(str(writing), device="cpu", local_files_only=True)
+    try:
+        with loading(writing):
+            _write(student, projection, normalize, writing)
+            loaded = SentenceTransformer(str(writing), device="cpu", local_files_only=True)
+    except TeacherError as error:
+        raise ExportError(f"the exported student does not load again: {error}") from error
     exported = np.asarray(loaded.encode(list(texts), convert_to_numpy=True, show_progress_bar=False))
     trained = expected_vectors(student, projection, normalize, texts)
     lengths = np.linalg.norm(exported, axis=1) * np.linalg.norm(trained, axis=1)
     worst = float(((exported * trained).sum(axis=1) / np.maximum(lengths, 1e-12)).min())
-    if not worst >= MIN_COSINE:
+    same_length = np.allclose(
+        np.linalg.norm(exported, axis=1), np.linalg.norm(trained, axis=1), rtol=LENGTH_TOLERANCE
+    )
+    if not (worst >= MIN_COSINE and same_length):
         raise ExportError(
             f"the exported student gives other vectors than the trained one: smallest cosine {worst:.6f} over "
-            f"{len(texts)} texts, expected at least {MIN_COSINE}; see {writing}"
+            f"{len(texts)} texts, expected at least {MIN_COSINE}, lengths {'equal' if same_length else 'differ'}; "
+            f"see {writing}"
         )
     shutil.rmtree(folder, ignore_errors=True)
     writing.rename(folder)
@@ -76,8 +89,11 @@ def _write(student: Student, projection: torch.Tensor | None, normalize: bool, f
     encoder = folder.with_name(f"{folder.name}.encoder")
     shutil.rmtree(encoder, ignore_errors=True)
     student.save_encoder(encoder)
+    # A pooler that the student was trained without would come back with random weights.
+    switch = "add_pooling_layer" in inspect.signature(type(student.encoder)).parameters
+    options = {"add_pooling_layer": False} if switch else {}
     modules: list[Any] = [
-        Transformer(str(encoder), max_seq_length=student.max_length),
+        Transformer(str(encoder), max_seq_length=student.max_length, model_kwargs=options),
         Pooling(student.shape.dim, POOLING_MODES[student.pooling]),
     ]
     if projection is not None:
@@ -87,7 +103,13 @@ def _write(student: Student, projection: torch.Tensor | None, normalize: bool, f
         modules.append(dense)
     if normalize:
         modules.append(Normalize())
-    prompts = {"prompts": {"default": student.prompt}, "default_prompt_name": "default"} if student.prompt else {}
+    prompts = (
+        {"prompts": {"default": student.prompt}, "default_prompt_name": "default"} if student.prompt else {}
+    )
     model = SentenceTransformer(modules=modules, device="cpu", **prompts)
     model.save_pretrained(str(folder), create_model_card=False)
+    if options:  # for whoever loads the folder; the library honours the key and does not write it
+        path = folder / "sentence_bert_config.json"
+        record = json.loads(path.read_text(encoding="utf-8")) | {"model_args": options}
+        path.write_text(json.dumps(record, indent=2), encoding="utf-8")
     shutil.rmtree(encoder)

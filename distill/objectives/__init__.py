@@ -37,9 +37,7 @@ def load_objective(name: str) -> "type[Objective]":
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name == "torch":
-            raise MissingDependency(
-                f"objective {name!r} needs torch: pip install 'teacher-cache[train]'"
-            ) from error
+            raise MissingDependency(f"objective {name!r} needs torch: pip install 'teacher-cache[train]'") from error
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there; something that it imports is not
         raise ConfigError(

@@ -152,8 +152,7 @@ def _first_aligned(shape: StudentShape, start_layer: int | None, depth: int | No
         start_layer = 1 if shape.pooling == "cls" else 0
         if start_layer == layers:
             raise ConfigError(
-                "talas: a cls-pooled student of 1 layer has no two blocks to align; "
-                "set start_layer=0 or lasd_weight=0"
+                "talas: a cls-pooled student of 1 layer has no two blocks to align; set start_layer=0 or lasd_weight=0"
             )
     _check_count("start_layer", start_layer, 0, layers - 1, f"a student of {layers} layers")
     if depth is None:

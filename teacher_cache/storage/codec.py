@@ -41,6 +41,8 @@ FORMATS = {
     "raw": NumberFormat("raw", "<f2", False, 1e-6, 1e-3),
 }
 
+_BLOCK_ROWS = 1024
+
 
 def number_format(name: str) -> NumberFormat:
     """The format of that name.
@@ -71,37 +73,47 @@ class Checked:
 
 def check_rows(vectors: npt.NDArray[np.float32], form: NumberFormat) -> Checked:
     """Cast `(n, d)` float32 vectors to the format and compare every row with what will be read back."""
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore"):
         stored = vectors.astype(form.dtype)
-        exact = vectors.astype(np.float64)
-        back = stored.astype(np.float64)
-        norm = np.linalg.norm(exact, axis=1)
-        back_norm = np.linalg.norm(back, axis=1)
+    cosine_error = np.empty(len(vectors))
+    refused: dict[int, str] = {}
+    for start in range(0, len(vectors), _BLOCK_ROWS):  # in float64, so not all at once
+        block = slice(start, start + _BLOCK_ROWS)
+        cosine_error[block], reasons = _compare(vectors[block], stored[block], form)
+        refused |= {start + row: reason for row, reason in reasons.items()}
+    return Checked(stored, cosine_error, refused)
+
+
+def _compare(
+    vectors: npt.NDArray[np.float32], stored: npt.NDArray[np.generic], form: NumberFormat
+) -> tuple[npt.NDArray[np.float64], dict[int, str]]:
+    exact, back = vectors.astype(np.float64), stored.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        norm, back_norm = np.linalg.norm(exact, axis=1), np.linalg.norm(back, axis=1)
         # 1 - cos from the chord between the unit vectors: subtracting a dot product from 1 would leave
         # only rounding noise at 1e-8.
         chord = exact / norm[:, None] - back / back_norm[:, None]
         cosine_error = (chord**2).sum(axis=1) / 2
         norm_error = np.abs(back_norm - norm) / norm
-    refused: dict[int, str] = {}
-    finite: npt.NDArray[np.bool_] = np.isfinite(vectors).all(axis=1)
-    good = finite & (norm > 0) & np.isfinite(back).all(axis=1)
-    good &= (cosine_error <= form.max_cosine_error) & (norm_error <= form.max_norm_error)
+        # NaN compares false, so a row that is not finite or has no length is not good.
+        good = (cosine_error <= form.max_cosine_error) & (norm_error <= form.max_norm_error)
+    reasons: dict[int, str] = {}
     for row in np.flatnonzero(~good).tolist():
-        if np.isnan(vectors[row]).any():
-            refused[row] = "the teacher gave NaN"
-        elif not finite[row]:
-            refused[row] = "the teacher gave an infinite value"
-        elif norm[row] == 0:
-            refused[row] = "the teacher gave a zero vector"
-        elif back_norm[row] == 0:
-            refused[row] = f"vanishes in {form.name}: largest value {np.abs(exact[row]).max():.4g}"
+        largest = np.abs(exact[row]).max()
+        if np.isnan(largest):
+            reasons[row] = "the teacher gave NaN"
+        elif np.isinf(largest):
+            reasons[row] = "the teacher gave an infinite value"
+        elif largest == 0:
+            reasons[row] = "the teacher gave a zero vector"
         elif not np.isfinite(back[row]).all():
-            refused[row] = f"overflows {form.name}: largest value {np.abs(exact[row]).max():.4g}"
+            reasons[row] = f"overflows {form.name}: largest value {largest:.4g}"
+        elif back_norm[row] == 0:
+            reasons[row] = f"vanishes in {form.name}: largest value {largest:.4g}"
         else:
-            refused[row] = (
+            reasons[row] = (
                 f"{form.name} would change it too much: 1 - cos {cosine_error[row]:.2g} "
                 f"(bound {form.max_cosine_error:g}), norm off by {norm_error[row]:.2g} "
                 f"(bound {form.max_norm_error:g})"
             )
-    cosine_error = np.where(good, cosine_error, np.nan)
-    return Checked(stored, cosine_error, refused)
+    return np.where(good, cosine_error, np.nan), reasons

@@ -86,35 +86,43 @@ def row_value(row: int) -> bytes:
 class _Environment:
     """A process's one handle of an index; it closes when the last `Index` that uses it lets go."""
 
-    def __init__(self, folder: Path, *, create: bool) -> None:
-        # A reader that may write opens the file so, too: a writer in the same process then shares its handle.
-        readonly = not create and not os.access(folder / "data.mdb", os.W_OK)
+    def __init__(self, folder: Path, *, writable: bool) -> None:
+        self.folder = folder
+        self.pid = os.getpid()
+        # A grown map moves: no transaction of another thread may be open then.
+        self.lock = threading.RLock()
+        self._open(writable=writable)
+
+    def _open(self, *, writable: bool) -> None:
         try:
             self.env = lmdb.open(
-                str(folder),
+                str(self.folder),
                 map_size=FIRST_MAP_BYTES,
-                readonly=readonly,
-                create=create,
+                readonly=not writable,
+                create=writable,
                 max_dbs=len(DATABASES),
                 max_readers=MAX_READERS,
                 meminit=False,
             )
             self.env.reader_check()  # readers that were killed would keep old pages from being used again
-            with self.env.begin(write=create) as txn:
-                self.databases = {
-                    name: self.env.open_db(name.encode(), txn=txn, create=create) for name in DATABASES
-                }
+            self.databases = {name: self.env.open_db(name.encode(), create=writable) for name in DATABASES}
         except lmdb.ReadonlyError as error:
             raise CacheError(
-                f"not allowed to open the index at {folder}: {error}; even a reader writes to its lock.mdb"
+                f"not allowed to open the index at {self.folder}: {error}; even a reader writes to "
+                "its lock.mdb"
             ) from error
         except lmdb.Error as error:
             if _is_disk_full(error):
-                raise _disk_full(folder) from error
-            raise DamagedCache(f"the index at {folder} cannot be opened: {error}") from error
-        self.pid = os.getpid()
-        # A grown map moves: no transaction of another thread may be open then.
-        self.lock = threading.RLock()
+                raise _disk_full(self.folder) from error
+            raise DamagedCache(f"the index at {self.folder} cannot be opened: {error}") from error
+        self.writable = writable
+
+    def make_writable(self) -> None:
+        """Open again for a writer; readers in this process come along."""
+        with self.lock:
+            if not self.writable:
+                self.env.close()
+                self._open(writable=True)
 
     def begin(self, *, write: bool = False) -> Any:
         """A transaction; hold the lock."""
@@ -129,23 +137,25 @@ _environments: WeakValueDictionary[tuple[int, int], _Environment] = WeakValueDic
 _opening = threading.Lock()
 
 
-def _shared_environment(folder: Path, *, create: bool) -> _Environment:
-    """This process's environment of the index in `folder`, known by its file, as paths have many spellings."""
+def _shared_environment(folder: Path, *, writable: bool) -> _Environment:
+    """This process's environment of the index in `folder`, known by its file: paths have many spellings."""
     with _opening:
         try:
             status = os.stat(folder / "data.mdb")
         except FileNotFoundError:
-            if not create:
+            if not writable:
                 raise CacheNotFound(
                     f"no index at {folder}: not a teacher cache, or its index was deleted"
                 ) from None
         else:
             known = _environments.get((status.st_dev, status.st_ino))
             if known is not None and known.pid == os.getpid():
+                if writable:
+                    known.make_writable()
                 return known
             if known is not None:
                 known.env.close()  # inherited by fork: only this process's copy goes
-        environment = _Environment(folder, create=create)
+        environment = _Environment(folder, writable=writable)
         status = os.stat(folder / "data.mdb")
         _environments[status.st_dev, status.st_ino] = environment
         return environment
@@ -158,6 +168,7 @@ class Index:
         self.folder = folder
         self.writable = writable
         self._shared: _Environment | None = None
+        self._snapshot: tuple[Any, dict[str, Any]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder}
@@ -167,20 +178,33 @@ class Index:
 
     def _environment(self) -> _Environment:
         if self._shared is None or self._shared.pid != os.getpid():
-            self._shared = _shared_environment(self.folder, create=self.writable)
+            self._shared = _shared_environment(self.folder, writable=self.writable)
         return self._shared
 
     def close(self) -> None:
-        """Let go of the environment. Reading opens it again; writing is over, as the lock may be another's."""
+        """Let go of the environment. Reading opens it again; writing is over: the lock may be another's."""
         self._shared = None
         self.writable = False
 
     @contextmanager
     def _reading(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         """A read transaction and the databases."""
+        if self._snapshot is not None:
+            yield self._snapshot
+            return
         shared = self._environment()
         with shared.lock, shared.begin() as txn:
             yield txn, shared.databases
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Every read of this thread's block sees the same state, whatever a writer commits meanwhile."""
+        with self._reading() as state:
+            self._snapshot = state
+            try:
+                yield
+            finally:
+                self._snapshot = None
 
     def commit(self, changes: Iterable[Change]) -> None:
         """Apply all changes in one durable transaction, growing the map as often as it takes.
@@ -190,7 +214,9 @@ class Index:
             CacheError: nor did it then; the index is open for reading only, or LMDB refused.
         """
         if not self.writable:
-            raise CacheError(f'the index at {self.folder} is not open for writing; open the cache with mode "a"')
+            raise CacheError(
+                f'the index at {self.folder} is not open for writing; open the cache with mode "a"'
+            )
         changes = list(changes)
         shared = self._environment()
         with shared.lock:

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
@@ -45,7 +46,7 @@ def replacing(path: Path) -> Iterator[Any]:
     Raises:
         DiskFull: no space was left; nothing was replaced.
     """
-    _make_folder(path.parent)
+    make_folder(path.parent)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
         with open(temporary, "wb") as file:
@@ -65,10 +66,10 @@ def replacing(path: Path) -> Iterator[Any]:
         temporary.unlink(missing_ok=True)
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Make a folder and those above it, their names durable."""
     if not folder.is_dir():
-        _make_folder(folder.parent)
+        make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
 
@@ -155,7 +156,7 @@ def _crc32c(data: memoryview | bytes) -> bytes:
 
 
 def _sealed(data: Any) -> bytes:
-    """A compressed chunk with zarr's `crc32c` behind it: blosc and zstd alone decode damage to other values."""
+    """A compressed chunk with zarr's `crc32c` behind it: blosc and zstd decode damage to other values."""
     data = bytes(data)
     return data + _crc32c(data)
 
@@ -184,8 +185,9 @@ class ShardReceipt:
 class OpenShard:
     """One mapped shard file and its chunk index."""
 
-    def __init__(self, path: Path, chunks: int, codec: ChunkCodec) -> None:
+    def __init__(self, path: Path, chunks: int, chunk_rows: int, codec: ChunkCodec) -> None:
         self.path = path
+        self.chunk_rows = chunk_rows
         self.codec = codec
         trailer = 16 * chunks + 4
         try:
@@ -217,21 +219,23 @@ class OpenShard:
         if start == EMPTY:
             raise DamagedCache(f"{self.path} does not hold chunk {number}, which the index says it does")
         try:
-            return self.codec.decode(self.view[start : start + length])
-        except (RuntimeError, ValueError, UnicodeDecodeError) as error:
+            rows = self.codec.decode(self.view[start : start + length])
+        except (RuntimeError, ValueError) as error:
             raise DamagedCache(f"{self.path}, chunk {number}, does not decode: {error}") from error
+        if len(rows) != self.chunk_rows:
+            raise DamagedCache(f"{self.path}, chunk {number}: {len(rows)} rows instead of {self.chunk_rows}")
+        return rows
 
+    @cached_property
     def contiguous(self) -> Rows | None:
         """`(rows, width)` view of the whole shard without a copy, where it is uncompressed and in order."""
         codec = self.codec
         if not isinstance(codec, FixedCodec) or codec.compressor is not None:
             return None
         stored = int((self.entries[:, 0] != EMPTY).sum())
-        if stored == 0:
-            return None
-        size = int(self.entries[0, 1])
-        expected = np.arange(stored, dtype=np.uint64) * np.uint64(size)
-        if not np.array_equal(self.entries[:stored, 0], expected):
+        size = self.chunk_rows * codec.width * codec.dtype.itemsize
+        in_order = np.stack([np.arange(stored) * size, np.full(stored, size)], axis=1)
+        if not np.array_equal(self.entries[:stored], in_order.astype("<u8")):
             return None
         return codec.decode(self.view[: stored * size])
 
@@ -283,15 +287,17 @@ class ShardedArray:
         Missing rows of a float array read as NaN in zarr-python, so that nobody takes them for vectors.
         """
         import zarr
-        from zarr.codecs import BloscCodec, ZstdCodec
+        from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
-        compressor: Any = None
+        compressors: list[Any] = []
         if compressed and width is None:
-            compressor = ZstdCodec(level=3)
+            compressors = [ZstdCodec(level=3), Crc32cCodec()]
         elif compressed:
-            compressor = BloscCodec(
-                cname="lz4", clevel=5, shuffle="bitshuffle", typesize=np.dtype(dtype).itemsize
-            )
+            itemsize = np.dtype(dtype).itemsize
+            compressors = [
+                BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=itemsize),
+                Crc32cCodec(),
+            ]
         tail = () if width is None else (width,)
         zarr.create_array(
             store=str(folder),
@@ -300,11 +306,13 @@ class ShardedArray:
             chunks=(chunk_rows, *tail),
             dtype=dtype,
             fill_value=float("nan") if np.dtype(dtype).kind == "f" and width is not None else None,
-            compressors=compressor,
+            compressors=compressors,
             overwrite=True,
         )
-        with replacing(folder / "zarr.json") as file:  # the same metadata again, durable this time
-            file.write((folder / "zarr.json").read_bytes())
+        metadata = (folder / "zarr.json").read_bytes()
+        with replacing(folder / "zarr.json") as file:  # the same again, durable this time
+            file.write(metadata)
+        sync_folder(folder.parent)
         return cls(folder)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -316,11 +324,14 @@ class ShardedArray:
     def shard_path(self, number: int) -> Path:
         return self.folder / "c" / (f"{number}" if self.strings else f"{number}/0")
 
-    def resize(self, rows: int) -> None:
-        """Say in the metadata that the array has `rows` rows; shards are not touched."""
-        self.metadata["shape"][0] = rows
-        with replacing(self.folder / "zarr.json") as file:
-            file.write(json.dumps(self.metadata, indent=2).encode())
+    def grow(self, rows: int) -> None:
+        """Say in the metadata that the array has at least `rows` rows; shards are not touched."""
+        path = self.folder / "zarr.json"
+        self.metadata = json.loads(path.read_bytes())  # another instance may have grown it further
+        if self.rows < rows:
+            self.metadata["shape"][0] = rows
+            with replacing(path) as file:
+                file.write(json.dumps(self.metadata, indent=2).encode())
 
     @property
     def rows(self) -> int:
@@ -349,7 +360,7 @@ class ShardedArray:
         return ShardReceipt(self.codec.digest(body[kept]), offset)
 
     def _stored_chunks(self, kept: npt.NDArray[np.intp]) -> list[int]:
-        """Chunks worth storing. Uncompressed arrays keep those in between too, so that a shard is one view."""
+        """Chunks worth storing. Uncompressed arrays keep those in between, so that a shard is one view."""
         chunks = np.unique(kept // self.chunk_rows).tolist()
         if isinstance(self.codec, FixedCodec) and self.codec.compressor is None and chunks:
             return list(range(chunks[-1] + 1))
@@ -360,7 +371,7 @@ class ShardedArray:
         known = self._open.get(number)
         if known is not None and known[0] == tag:
             return known[1]
-        shard = OpenShard(self.shard_path(number), self.chunks, self.codec)
+        shard = OpenShard(self.shard_path(number), self.chunks, self.chunk_rows, self.codec)
         while len(self._open) >= OPEN_SHARDS:
             self._open.pop(next(iter(self._open)))
         self._open[number] = (tag, shard)
@@ -373,7 +384,7 @@ class ShardedArray:
     def read_rows(self, number: int, within: npt.NDArray[np.intp], tag: bytes) -> Rows:
         """Rows of one shard by their place in it, in the order asked for; each chunk is decoded once."""
         shard = self.open_shard(number, tag)
-        whole = shard.contiguous()
+        whole = shard.contiguous
         if whole is not None:
             if len(within) and int(within.max()) >= len(whole):
                 raise DamagedCache(f"{shard.path} holds {len(whole)} rows, the index says it has more")
@@ -383,10 +394,6 @@ class ShardedArray:
         for chunk in np.unique(chunk_of).tolist():
             wanted = np.flatnonzero(chunk_of == chunk)
             rows = shard.chunk(chunk)
-            if len(rows) != self.chunk_rows:
-                raise DamagedCache(
-                    f"{shard.path}, chunk {chunk}: {len(rows)} rows instead of {self.chunk_rows}"
-                )
             if out is None:
                 out = np.empty((len(within), *rows.shape[1:]), dtype=rows.dtype)
             out[wanted] = rows[within[wanted] - chunk * self.chunk_rows]
@@ -400,13 +407,13 @@ def _codec_from(metadata: dict[str, Any], chain: list[dict[str, Any]]) -> ChunkC
         ValueError: a codec that this module does not read.
     """
     names = [step["name"] for step in chain]
-    if metadata["data_type"] == "string" and names == ["vlen-utf8", "zstd"]:
+    if metadata["data_type"] == "string" and names == ["vlen-utf8", "zstd", "crc32c"]:
         return TextCodec(numcodecs.Zstd(level=chain[1]["configuration"]["level"]))
     width = int(metadata["shape"][1])
     dtype = np.dtype(metadata["data_type"]).newbyteorder("<").str
     if names == ["bytes"]:
         return FixedCodec(dtype, width, None)
-    if names == ["bytes", "blosc"]:
+    if names == ["bytes", "blosc", "crc32c"]:
         options = chain[1]["configuration"]
         shuffle = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}[options["shuffle"]]
         blosc = numcodecs.Blosc(options["cname"], options["clevel"], shuffle, options["blocksize"])

@@ -130,8 +130,7 @@ class TextAppender:
             receipt = array.write_shard(number, values, present[: len(values)])
             record = ShardRecord(receipt.digest, 0.0, receipt.size, present)
             changes.append(Change("shards", shard_key(name, number), record.pack()))
-            if array.rows < committed:
-                array.resize(committed)
+            array.grow(committed)
         changes.append(Change("meta", b"rows", row_value(committed)))
         table.index.commit(changes)
         del self._texts[:count]

@@ -43,11 +43,7 @@ def resolve(options: TeacherOptions) -> TeacherSpec:
         TeacherError: no such teacher, or one that cannot do what the options ask.
         MissingDependency: the model has to come from the hub and huggingface_hub is absent.
     """
-    if (
-        options.backend is not None
-        and ":" in options.backend
-        and not Path(options.model).expanduser().is_dir()
-    ):
+    if options.backend is not None and ":" in options.backend and not Path(options.model).expanduser().is_dir():
         # A back end of one's own may know its models by names that are no folders.
         return backend_class(options.backend).resolve(options, None)
     backend = options.backend or ("toy" if options.model == "toy" else None)
@@ -119,9 +115,7 @@ def backend_class(name: str) -> type[Teacher]:
     target = BACKENDS.get(name, name)
     module, colon, attribute = target.partition(":")
     if not colon:
-        raise TeacherError(
-            f"unknown teacher back end {name!r}: expected {', '.join(BACKENDS)} or package.module:Class"
-        )
+        raise TeacherError(f"unknown teacher back end {name!r}: expected {', '.join(BACKENDS)} or package.module:Class")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:

@@ -71,9 +71,7 @@ class BatchedEncoder:
         if batch_tokens is not None and batch_tokens < 1:
             raise TeacherError(f"batch tokens is {batch_tokens}, expected at least 1")
         self.space = space
-        self.batch_tokens = batch_tokens or (
-            _BATCH_TOKENS_CUDA if device.type == "cuda" else _BATCH_TOKENS_ELSEWHERE
-        )
+        self.batch_tokens = batch_tokens or (_BATCH_TOKENS_CUDA if device.type == "cuda" else _BATCH_TOKENS_ELSEWHERE)
         self._device = device
         self._load = load
         self._dtype: torch.dtype = getattr(torch, space.dtype)
@@ -165,9 +163,7 @@ class BatchedEncoder:
         found = (getattr(self._tokenizer, name, None) for name in names)
         return next((token for token in found if token is not None), 0)
 
-    def _vectors(
-        self, forward: Forward, tokens: _Tokens, rows: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.float32]:
+    def _vectors(self, forward: Forward, tokens: _Tokens, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """`(len(rows), dims)` float32 of the given rows of `tokens`."""
         out = np.empty((len(rows), self.space.dims), dtype=np.float32)
         lengths = np.array([len(tokens.ids[row]) for row in rows], dtype=np.int64)

@@ -101,9 +101,7 @@ class ModelFolder:
                 "once with AutoModel.from_pretrained(folder).save_pretrained(folder) and delete the pickle"
             )
         if needed:
-            raise TeacherError(
-                f"{part} holds no weights: expected model.safetensors; pickled ones must be converted"
-            )
+            raise TeacherError(f"{part} holds no weights: expected model.safetensors; pickled ones must be converted")
 
     # -- what the files say ------------------------------------------------------------------------------
 
@@ -128,8 +126,7 @@ class ModelFolder:
             return []
         modules = json.loads(_read_text(path))
         if not isinstance(modules, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("path"), str) and isinstance(m.get("type"), str)
-            for m in modules
+            isinstance(m, dict) and isinstance(m.get("path"), str) and isinstance(m.get("type"), str) for m in modules
         ):
             raise TeacherError(f"{path} is not a list of modules with a path and a type each")
         for module in modules:

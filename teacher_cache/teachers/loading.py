@@ -46,8 +46,7 @@ def loading(folder: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise TeacherError(
-            f"{folder.name} does not fit on the device: use --dtype bfloat16, another --device, or a smaller "
-            "teacher"
+            f"{folder.name} does not fit on the device: use --dtype bfloat16, another --device, or a smaller teacher"
         ) from error
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, AttributeError) as error:
         if isinstance(error, TeacherError):
@@ -66,9 +65,7 @@ def require_all_weights(folder: Path, loading_info: Mapping[str, Any]) -> None:
     Raises:
         TeacherError: the checkpoint lacks weights or holds them in another shape.
     """
-    missing = sorted(
-        key for key in loading_info["missing_keys"] if not any(part in key.split(".") for part in _UNUSED)
-    )
+    missing = sorted(key for key in loading_info["missing_keys"] if not any(part in key.split(".") for part in _UNUSED))
     mismatched = sorted(str(key[0]) for key in loading_info.get("mismatched_keys", ()))
     if missing or mismatched:
         raise TeacherError(

@@ -112,9 +112,7 @@ def _require_plain_text_modules(files: ModelFolder, options: TeacherOptions) -> 
                 f"the Dense module of {files.label} uses {activation}, which is not torch's: read its code, "
                 "then allow it with --trust-remote-code"
             )
-    special = sorted(
-        {"chat_template", "common", "text"} & set(files.sentence_config.get("processing_kwargs") or {})
-    )
+    special = sorted({"chat_template", "common", "text"} & set(files.sentence_config.get("processing_kwargs") or {}))
     if "message" in (files.sentence_config.get("modality_config") or {}):
         special.append("message")
     if special:
@@ -136,9 +134,7 @@ def _width(files: ModelFolder, pooling: str | None) -> int:
         if kind == "Pooling":
             base = config.get("embedding_dimension", config.get("word_embedding_dimension", width))
             width = base * (1 if pooling else max(1, len(_saved_modes(files))))
-        elif (
-            kind == "Dense" and config.get("module_input_name", "sentence_embedding") == "sentence_embedding"
-        ):
+        elif kind == "Dense" and config.get("module_input_name", "sentence_embedding") == "sentence_embedding":
             if config.get("in_features", width) != width:
                 raise TeacherError(
                     f"the Dense module of {files.label} takes vectors of {config['in_features']} numbers, "
@@ -148,9 +144,7 @@ def _width(files: ModelFolder, pooling: str | None) -> int:
     return int(width)
 
 
-def _loader(
-    spec: TeacherSpec, files: ModelFolder, device: "torch.device"
-) -> Callable[["torch.dtype"], "LoadedModel"]:
+def _loader(spec: TeacherSpec, files: ModelFolder, device: "torch.device") -> Callable[["torch.dtype"], "LoadedModel"]:
     def load(dtype: "torch.dtype") -> "LoadedModel":
         from sentence_transformers import SentenceTransformer
 

@@ -53,8 +53,7 @@ def space_from_folder(
     family = family_of(folder.label)
     if family and family.trust_remote_code and not options.trust_remote_code:
         raise TeacherError(
-            f"{folder.label} runs code from its own repository: read that code, then allow it with "
-            "--trust-remote-code"
+            f"{folder.label} runs code from its own repository: read that code, then allow it with --trust-remote-code"
         )
     return EmbeddingSpace(
         teacher=folder.label,
@@ -95,9 +94,7 @@ def chosen_pooling(options: TeacherOptions) -> str | None:
     return options.pooling
 
 
-def chosen_prompt(
-    options: TeacherOptions, prompts: Mapping[str, str], *, default: str | None = None
-) -> str | None:
+def chosen_prompt(options: TeacherOptions, prompts: Mapping[str, str], *, default: str | None = None) -> str | None:
     """The prompt's text a user asked for, that of `default` without a wish, None when there is neither.
 
     Raises:
@@ -105,8 +102,7 @@ def chosen_prompt(
     """
     if options.prompt is not None and options.prompt_name is not None:
         raise TeacherError(
-            f"both a prompt ({options.prompt!r}) and a prompt name ({options.prompt_name!r}) were given: "
-            "keep one"
+            f"both a prompt ({options.prompt!r}) and a prompt name ({options.prompt_name!r}) were given: keep one"
         )
     if options.prompt is not None:
         return options.prompt
@@ -187,7 +183,6 @@ def _dtype(options: TeacherOptions, folder: ModelFolder) -> str:
     ].lower().startswith(_FLOAT16_OVERFLOWS_NAMES)
     if dtype == "float16" and overflows:
         raise TeacherError(
-            f"{folder.label} overflows float16 and would give NaN or null vectors: use --dtype bfloat16 or "
-            "float32"
+            f"{folder.label} overflows float16 and would give NaN or null vectors: use --dtype bfloat16 or float32"
         )
     return dtype

@@ -81,9 +81,7 @@ def _pooling_of(files: ModelFolder) -> str:
     return "last_token" if files.is_causal else "mean"
 
 
-def _loader(
-    spec: TeacherSpec, folder: Path, device: "torch.device"
-) -> Callable[["torch.dtype"], "LoadedModel"]:
+def _loader(spec: TeacherSpec, folder: Path, device: "torch.device") -> Callable[["torch.dtype"], "LoadedModel"]:
     def load(dtype: "torch.dtype") -> "LoadedModel":
         from transformers import AutoTokenizer
 
@@ -111,9 +109,7 @@ def load_encoder(folder: Path, dtype: "torch.dtype", device: "torch.device", opt
     from teacher_cache.teachers.loading import loading, require_all_weights
 
     with loading(folder):
-        config = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=options.trust_remote_code
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=options.trust_remote_code)
         extra: dict[str, Any] = {}
         if options.attn_implementation is not None:
             extra["attn_implementation"] = options.attn_implementation

@@ -1,0 +1,187 @@
+"""`distill`: train, evaluate and try out students."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.common import CONTEXT, Commands, cache_option, common_options, emit, meta, progress_bar, say
+
+
+@click.group(cls=Commands, context_settings=CONTEXT)
+@click.version_option(package_name="teacher-cache")
+def main() -> None:
+    """Train small embedding models from a teacher cache."""
+
+
+class RunCommand(click.Command):
+    """`run` with one option for each setting of `training`, read from the configuration itself."""
+
+    @cached_property
+    def training_options(self) -> list[click.Parameter]:
+        from dataclasses import fields
+
+        from distill.config import TrainingConfig
+
+        return [
+            click.Option([f"--{field.name.replace('_', '-')}", field.name], metavar=str(field.default).upper())
+            for field in fields(TrainingConfig)
+            if field.name != "arguments"
+        ]
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *self.training_options]
+
+
+@main.command(cls=RunCommand)
+@click.argument("config", required=False, metavar="[RUN.yaml]", type=click.Path(path_type=Path))
+@cache_option
+@click.option("--student", "--model-name-or-path", "--model-name", "student", help="Local folder or hub id.")
+@click.option("--objective", help="A name of `distill list objectives`.")
+@click.option("--sharpness", help="none, sam, asam or asam-kwon.")
+@click.option("--output-dir", help="The run folder.")
+@click.option("--space", help="Embedding space of the cache; needed when it has several.")
+@click.option("--corpus", help="Corpus of the cache; needed when it has several.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any setting, such as data.window=4096.")
+@click.option("--resume", is_flag=True, help="Refuse to begin anew when there is nothing to go on from.")
+@click.option("--print-config", is_flag=True, help="Print the resolved configuration and stop.")
+@common_options
+@click.pass_context
+def run(
+    ctx: click.Context,
+    /,
+    config: Path | None,
+    cache: Path,
+    sets: tuple[str, ...],
+    resume: bool,
+    print_config: bool,
+    **flags: str | None,
+) -> None:
+    """Train one student. Run the same command again to go on after anything.
+
+    Settings of `training` are flags under their names in transformers' TrainingArguments; all others are set
+    with --set.
+    """
+    from distill.config import RunConfig
+
+    keys = {"student": "student.model", "objective": "objective.name", "sharpness": "sharpness.name"}
+    top = {"output_dir", "space", "corpus"}
+    given = [
+        f"{keys.get(flag, flag if flag in top else f'training.{flag}')}={value}"
+        for flag, value in flags.items()
+        if value is not None
+    ]
+    if config is None or ctx.get_parameter_source("cache") != click.core.ParameterSource.DEFAULT:
+        given.append(f"cache={cache}")
+    resolved = RunConfig.load(config, [*given, *sets])  # what is said in more words wins
+    if print_config:
+        click.echo(resolved.to_yaml(), nl=False)
+        return
+
+    from distill.run import run as train
+
+    with progress_bar() as update:
+        result = train(
+            resolved,
+            resume=resume,
+            report=lambda p: update("training steps", p.step, p.steps, f"epoch {p.epoch:.2f}, loss {p.loss:.4f}"),
+        )
+
+    def lines() -> list[str]:
+        told = []
+        if result.finished_before:
+            told.append(f"{result.output_dir} already holds this run, finished; nothing to do")
+        if result.resumed_from:
+            told.append(f"went on from step {result.resumed_from:,}")
+        told.append(f"{result.steps:,} steps in {result.seconds:.0f} s, mean loss {result.loss:.4f}")
+        told += agreement_lines(result.agreement)
+        told.append(f"student: {result.final}")
+        return told
+
+    emit(result.to_json(), lines, f"distill eval {result.final} --data DIR")
+
+
+def agreement_lines(agreement: dict[str, Any] | None) -> list[str]:
+    if agreement is None:
+        return []
+    before, after = agreement["before"], agreement["after"]
+    return [
+        f"agreement with the teacher on {after['texts']} held-out texts, before -> after: Spearman of pairwise "
+        f"cosines {before['spearman']:.3f} -> {after['spearman']:.3f}, overlap of the {after['neighbours']} nearest "
+        f"neighbours {before['overlap']:.3f} -> {after['overlap']:.3f}"
+    ]
+
+
+@main.command(name="eval")
+@click.argument("model")
+@click.option("--data", type=click.Path(path_type=Path), required=True, help="Folder of the nine tasks' files.")
+@click.option("--tasks", help="Comma list; all nine by default.")
+@click.option("--dtype", default="fp32", show_default=True, help="fp32, bf16 or auto.")
+@click.option("--device", help="cpu, cuda, cuda:1, mps.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the JSON here.")
+@common_options
+def evaluate(model: str, data: Path, tasks: str | None, dtype: str, device: str | None, output: Path | None) -> None:
+    """Score a model (a run folder, a sentence-transformers or transformers folder, a hub id) on the nine tasks."""
+    import json
+
+    from distill.evaluation.evaluator import evaluate_model
+    from distill.report.tables import task_table
+
+    report = evaluate_model(
+        model, data, names=tasks.split(",") if tasks else None, dtype=dtype, device=device, announce=say
+    )
+    record = report.to_json()
+    if output is not None:
+        output.write_text(json.dumps(record, indent=2), encoding="utf-8")
+    if meta("json"):
+        emit(record, list)
+        return
+    from rich.console import Console
+
+    Console().print(task_table({model: report}))
+    emit(record, lambda: [f"{report.texts:,} distinct texts, each encoded once, in {report.seconds:.0f} s"])
+
+
+@main.command()
+@click.option(
+    "--output-dir",
+    type=click.Path(path_type=Path),
+    default=Path("distill-demo"),
+    show_default=True,
+    help="Where the cache and the run are left.",
+)
+@common_options
+def demo(output_dir: Path) -> None:
+    """The whole path on one small corpus, offline: a teacher, its cache, a better student. Under 3 minutes."""
+    from distill.demo import run_demo
+
+    with progress_bar() as update:
+        result = run_demo(
+            output_dir,
+            announce=say,
+            report=lambda p: update("training steps", p.step, p.steps, f"epoch {p.epoch:.1f}, loss {p.loss:.4f}"),
+        )
+
+    emit(
+        result.to_json(),
+        lambda: [
+            f"cache: {result.cache} ({result.build['distinct']:,} texts, {result.build['encoded']:,} encoded by the "
+            "teacher just now)",
+            f"run: {result.run['output_dir']} ({result.run['steps']} steps)",
+            *agreement_lines(result.run["agreement"]),
+            f"student: {result.run['final']}",
+        ],
+        f"tcache info {result.cache}; then your own: tcache build CORPUS.jsonl --teacher T --cache C",
+    )
+
+
+@main.command(name="list")
+@click.argument("kind", type=click.Choice(["objectives", "sharpness", "teachers", "families", "tasks", "exports"]))
+@common_options
+def list_names(kind: str) -> None:
+    """The names that flags and settings take."""
+    from distill.listing import names
+
+    found = names(kind)
+    emit(found, lambda: found)

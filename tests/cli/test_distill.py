@@ -1,0 +1,147 @@
+"""`distill` as a person types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from cli.distill import main
+
+
+def distill(*words: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def refused(result: Result, code: int = 1) -> str:
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+@pytest.fixture
+def short_run(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> list[str]:
+    """Words of a run of 6 steps."""
+    words = ["run", "--cache", toy_cache, "--corpus", "sentences", "--student", tiny_student]
+    words += ["--output-dir", tmp_path / "run", "--max-steps", "6"]
+    return [str(word) for word in words] + ["--set", "training.precision=fp32", "--set", "data.window=256"]
+
+
+def test_a_run_ends_with_a_student_and_the_next_command(short_run: list[str], tmp_path: Path) -> None:
+    result = distill(*short_run)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "run" / "final" / "modules.json").exists()
+    assert result.stdout.splitlines()[-1] == f"next: distill eval {tmp_path / 'run' / 'final'} --data DIR"
+    assert "held-out texts, before -> after" in result.stdout
+
+
+def test_the_same_command_again_has_nothing_to_do(short_run: list[str]) -> None:
+    first = json.loads(distill(*short_run, "--json").stdout)
+    again = json.loads(distill(*short_run, "--json").stdout)
+    assert again.pop("finished_before") is True
+    assert first.pop("finished_before") is False
+    assert again == first
+
+
+def test_training_settings_are_flags_under_the_trainers_names(short_run: list[str]) -> None:
+    result = distill(
+        *short_run,
+        "--learning-rate",
+        "3e-4",
+        "--per_device_train_batch_size=16",
+        "--precision",
+        "bf16",
+        "--print-config",
+    )
+    training = yaml.safe_load(result.stdout)["training"]
+    assert (training["learning_rate"], training["per_device_train_batch_size"]) == (3e-4, 16)
+    assert (training["max_steps"], training["precision"]) == (6, "fp32")  # --set is said last
+
+
+def test_a_yaml_file_is_a_run_and_flags_override_it(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("cache: here\nobjective: {name: simcse}\ntraining: {seed: 7}\n")
+    result = distill("run", tmp_path / "run.yaml", "--seed", "8", "--print-config")
+    config = yaml.safe_load(result.stdout)
+    assert (config["cache"], config["objective"]["name"], config["training"]["seed"]) == ("here", "simcse", 8)
+
+
+def test_a_mistyped_flag_names_the_nearest(short_run: list[str]) -> None:
+    result = distill(*short_run, "--learning-rat", "1")
+    assert result.exit_code == 2
+    assert "--learning-rate" in result.stderr
+
+
+def test_a_mistyped_setting_names_the_nearest(short_run: list[str]) -> None:
+    assert "training.learning_rate" in refused(distill(*short_run, "--set", "training.learning_rat=1"))
+
+
+def test_a_space_that_the_cache_lacks_is_refused(short_run: list[str], tmp_path: Path) -> None:
+    line = refused(distill(*short_run, "--space", "bge-m3"))
+    assert "bge-m3" in line
+    assert "toy@" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_corpus_with_missing_rows_is_refused(short_run: list[str], toy_cache: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from teacher_cache.build import build
+    from teacher_cache.corpus import Corpus
+    from teacher_cache.teachers.base import TeacherOptions
+
+    copy = tmp_path / "cache"
+    shutil.copytree(toy_cache, copy)
+    (tmp_path / "new.txt").write_text("a text that only another space has\n")
+    build(Corpus.open(tmp_path / "new.txt"), TeacherOptions(model="toy", prompt="p: "), copy, name="new")
+    slug = next(path.name for path in (toy_cache / "spaces").iterdir())
+    line = refused(distill(*short_run, "--cache", copy, "--corpus", "new", "--space", slug))
+    assert "1 of 1" in line
+    assert "tcache build" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_student_folder_that_is_none_is_refused(short_run: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in refused(distill(*short_run, "--student", tmp_path / "empty"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_cache_is_refused(short_run: list[str], tmp_path: Path) -> None:
+    assert "tcache build" in refused(distill(*short_run, "--cache", tmp_path / "none"))
+
+
+def test_nothing_to_resume_is_refused(short_run: list[str]) -> None:
+    assert "nothing to resume" in refused(distill(*short_run, "--resume"))
+
+
+def test_evaluation_without_its_files_lists_them(tiny_student: Path, tmp_path: Path) -> None:
+    line = refused(distill("eval", tiny_student, "--data", tmp_path, "--tasks", "stsb"))
+    assert "stsb_test.csv" in line
+
+
+def test_evaluation_has_the_promised_json(tiny_student: Path, tmp_path: Path) -> None:
+    rows = ["sentence1,sentence2,score", "the cat,a cat,4", "the sea,dogs ran,1", "a river,the river,5"]
+    (tmp_path / "stsb_test.csv").write_text("\n".join(rows))
+    result = distill("eval", tiny_student, "--data", tmp_path, "--tasks", "stsb", "--json")
+    record = json.loads(result.stdout)
+    assert set(record["tasks"]["stsb"]) == {"metric", "score"}
+    assert set(record["average"]) == {"in_domain", "out_of_domain", "all"}
+    assert record["average"]["in_domain"] == record["tasks"]["stsb"]["score"]
+    assert record["average"]["out_of_domain"] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "some"),
+    [
+        ("objectives", "talas"),
+        ("sharpness", "asam"),
+        ("teachers", "sentence_transformer"),
+        ("families", "bge-m3"),
+        ("tasks", "stsb"),
+        ("exports", "sentence_transformer"),
+    ],
+)
+def test_names_can_be_listed(kind: str, some: str) -> None:
+    assert some in json.loads(distill("list", kind, "--json").stdout)

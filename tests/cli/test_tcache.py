@@ -1,0 +1,190 @@
+"""`tcache` as a person types it: what it prints, where, and how it ends."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from cli.tcache import main
+from teacher_cache.cache import TeacherCache
+
+
+def run(*words: str | Path, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words], input=stdin)
+
+
+def refused(result: Result, code: int = 1) -> str:
+    """The one line of a known error."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in result.output
+    return line
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    lines = [json.dumps({"text": text}) for text in ("one", "two", "one", "NA", "007")]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def cache(corpus: Path, tmp_path: Path) -> Path:
+    assert run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "cache").exit_code == 0
+    return tmp_path / "cache"
+
+
+def test_build_json_has_the_promised_names_and_nothing_else_on_stdout(corpus: Path, tmp_path: Path) -> None:
+    result = run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c", "--json")
+    record = json.loads(result.stdout)
+    promised = "rows distinct cached encoded truncated repaired quarantined tokens seconds space corpus cache"
+    assert set(promised.split()) <= set(record)
+    assert (record["rows"], record["distinct"], record["encoded"], record["corpus"]) == (5, 4, 4, "corpus")
+
+
+def test_building_again_encodes_nothing_and_says_so(corpus: Path, cache: Path) -> None:
+    result = run("build", corpus, "--teacher", "toy", "--cache", cache)
+    assert "4 cached, 0 encoded" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("next: distill run")
+
+
+def test_what_will_be_computed_is_said_before_it_is(corpus: Path, tmp_path: Path) -> None:
+    result = run("build", corpus, "--teacher", "toy", "--prompt", "query: ", "--cache", tmp_path / "c")
+    assert "prompt 'query: '" in result.stderr
+    assert "4 distinct texts, 0 cached (0%), 4 to encode" in result.stderr
+
+
+def test_quiet_prints_the_result_alone(corpus: Path, tmp_path: Path) -> None:
+    result = run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c", "-q")
+    assert result.stderr == ""
+    assert "next:" not in result.stdout
+
+
+def test_flags_take_underscores_and_the_trainers_names(corpus: Path, tmp_path: Path) -> None:
+    result = run("build", corpus, "--model_name_or_path", "toy", "--max_length", "8", "--cache", tmp_path / "c")
+    assert result.exit_code == 0, result.output
+
+
+def test_standard_input_is_a_corpus(tmp_path: Path) -> None:
+    result = run("build", "-", "--teacher", "toy", "--cache", tmp_path / "c", "--json", stdin="one\ntwo\n")
+    assert json.loads(result.stdout)["corpus"] == "stdin"
+    assert json.loads(result.stdout)["encoded"] == 2
+
+
+def test_the_cache_is_by_default_the_folder_that_the_environment_names(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TCACHE_HOME", str(tmp_path / "home"))
+    assert run("build", corpus, "--teacher", "toy").exit_code == 0
+    assert (tmp_path / "home" / "cache.json").exists()
+
+
+def test_info_names_corpora_and_spaces(cache: Path) -> None:
+    record = json.loads(run("info", cache, "--json").stdout)
+    assert record["rows"] == 4
+    assert record["corpora"]["corpus"]["rows"] == 5
+    (space,) = record["spaces"].values()
+    assert {"dim", "storage", "present", "bytes", "teacher", "fingerprint"} <= set(space)
+    assert (space["dim"], space["storage"], space["present"], space["teacher"]) == (32, "float16", 4, "toy")
+
+
+def test_get_shows_what_the_teacher_said_and_fails_on_an_unknown_text(cache: Path) -> None:
+    found = json.loads(run("get", cache, "007", "NA", "--json").stdout)
+    with TeacherCache.open(cache) as opened:
+        expected = opened.space().gather(opened.lookup(["007", "NA"]))
+    assert np.array_equal(np.array([entry["vector"] for entry in found], dtype=np.float32), expected)
+    unknown = run("get", cache, "never seen")
+    assert unknown.exit_code == 1
+    assert "not in this cache" in unknown.stdout
+
+
+def test_verify_ends_with_3_on_damage_and_names_it(cache: Path) -> None:
+    assert run("verify", cache, "--deep").exit_code == 0
+    (shard,) = cache.glob("spaces/*/vectors.zarr/c/0/0")
+    shard.unlink()
+    result = run("verify", cache, "--json")
+    assert result.exit_code == 3
+    record = json.loads(result.stdout)
+    assert record["ok"] is False
+    assert [(damage["kind"], damage["rows"]) for damage in record["damage"]] == [("missing_shard", 4)]
+
+
+def test_plan_spends_nothing(corpus: Path, tmp_path: Path) -> None:
+    record = json.loads(run("plan", corpus, "--teacher", "toy", "--cache", tmp_path / "c", "--json").stdout)
+    assert (record["rows"], record["distinct"], record["cached"], record["missing"]) == (5, 4, 0, 4)
+    assert record["bytes"]["float16"] == 4 * 32 * 2
+    assert record["hours"] is None
+    assert not (tmp_path / "c").exists()
+
+
+def test_plan_counts_what_a_cache_has(corpus: Path, cache: Path) -> None:
+    corpus.write_text(corpus.read_text(encoding="utf-8") + '\n{"text": "three"}', encoding="utf-8")
+    record = json.loads(run("plan", corpus, "--teacher", "toy", "--cache", cache, "--json").stdout)
+    assert (record["cached"], record["missing"]) == (4, 1)
+
+
+def test_doctor_builds_a_cache_of_its_own() -> None:
+    findings = {entry["what"]: entry for entry in json.loads(run("doctor", "--json").stdout)}
+    assert findings["self-test"]["ok"]
+
+
+def test_an_unknown_teacher_is_one_line_and_leaves_nothing(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    line = refused(run("build", corpus, "--teacher", "Qwen3-Embeding-4B", "--cache", tmp_path / "c"))
+    assert "qwen3-embedding-4b" in line
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_missing_corpus_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    line = refused(run("build", tmp_path / "none.jsonl", "--teacher", "toy", "--cache", tmp_path / "c"))
+    assert "none.jsonl" in line
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_broken_line_is_named_and_publishes_no_corpus(corpus: Path, tmp_path: Path) -> None:
+    corpus.write_text(corpus.read_text(encoding="utf-8") + '\n{"text": "cut of', encoding="utf-8")
+    line = refused(run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c"))
+    assert f"{corpus}:6" in line
+    with TeacherCache.open(tmp_path / "c") as opened:
+        assert opened.corpora() == {}
+    assert run("verify", tmp_path / "c", "--deep").exit_code == 0
+
+
+def test_a_cache_of_another_format_is_refused(cache: Path) -> None:
+    (cache / "cache.json").write_text('{"format": 99, "shard_rows": 8192}', encoding="utf-8")
+    assert "format 99" in refused(run("info", cache))
+
+
+def test_a_folder_that_is_no_cache_is_refused_and_untouched(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
+    assert "not a teacher cache" in refused(run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "photos"))
+    assert os.listdir(tmp_path / "photos") == ["cat.jpg"]
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_committed(
+    corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.write_text(corpus.read_text(encoding="utf-8") + '\n{"text": "three"}', encoding="utf-8")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert "no space left" in refused(run("build", corpus, "--teacher", "toy", "--cache", cache))
+    assert run("verify", cache, "--deep").exit_code == 0
+    assert "4 cached, 1 encoded" in run("build", corpus, "--teacher", "toy", "--cache", cache).stdout
+
+
+def test_a_traceback_is_shown_when_asked_for(tmp_path: Path) -> None:
+    result = run("info", tmp_path, "--traceback")
+    assert result.exception is not None
+    assert type(result.exception).__name__ == "CacheNotFound"

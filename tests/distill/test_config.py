@@ -1,0 +1,190 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill.config import RunConfig
+from distill.errors import ConfigError
+
+
+def refused(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        RunConfig.load(path, overrides)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_file_and_overrides_become_one_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("cache: c\nstudent: {model: m, pooling: cls}\ntraining:\n  seed: 7\n  save_steps: 10\n")
+    config = RunConfig.load(path, ["student.pooling=mean", "training.save-steps=20", "objective.options.depth=2"])
+    assert (config.cache, config.student.model, config.student.pooling) == ("c", "m", "mean")
+    assert (config.training.seed, config.training.save_steps) == (7, 20)
+    assert config.objective.options == {"depth": 2}
+    assert config.training.learning_rate == 2e-5  # a default stays
+
+
+def test_the_defaults_are_those_of_the_paper() -> None:
+    training = RunConfig.load().training
+    assert (training.num_train_epochs, training.per_device_train_batch_size) == (5, 32)
+    assert (training.learning_rate, training.head_learning_rate) == (2e-5, 1e-4)
+    assert (training.weight_decay, training.warmup_ratio, training.min_lr_rate) == (0.01, 0.06, 0.1)
+    assert (training.max_grad_norm, training.gradient_accumulation_steps) == (0, 1)
+
+
+@pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])
+def test_a_number_in_any_notation_becomes_a_float(text: str) -> None:
+    rate = RunConfig.load(None, [f"training.learning_rate={text}"]).training.learning_rate
+    assert isinstance(rate, float)
+    assert rate == 1e-4
+
+
+def test_a_folder_called_by_a_number_is_a_name() -> None:
+    assert RunConfig.load(None, ["output_dir=2024"]).output_dir == "2024"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("query: ", "query: "), ("00012345", "00012345"), ("the old ", "the old "), ("'x: '", "x: "), ("", "")],
+)
+def test_a_text_is_taken_as_it_stands_unless_it_is_quoted(written: str, meant: str) -> None:
+    assert RunConfig.load(None, [f"student.prompt={written}"]).student.prompt == meant
+
+
+def test_null_takes_a_text_back_where_it_may_be_absent(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("space: e5\nstudent:\n  prompt:\n")
+    config = RunConfig.load(tmp_path / "run.yaml", ["space=null"])
+    assert config.space is None
+    assert config.student.prompt == ""
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("# nothing yet\n")
+    assert RunConfig.load(tmp_path / "run.yaml") == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.learning_rat=1", "unknown key training.learning_rat; did you mean training.learning_rate?"),
+        ("studnet.model=x", "unknown key studnet; did you mean student?"),
+        ("zzz=1", "unknown key zzz; known here: cache, space, corpus"),
+        ("training.max_steps=many", "training.max_steps is 'many'; expected int"),
+        ("training.max_steps=1.5", "training.max_steps is 1.5; expected int"),
+        ("training.learning_rate=high", "training.learning_rate is 'high'; expected float"),
+        ("data.drop_last=1", "data.drop_last is 1; expected bool"),
+        ("training.seed=true", "training.seed is True; expected int"),
+        ("student.max_length=long", "student.max_length is 'long'; expected int or null"),
+        ("objective.options=3", "objective.options is 3; expected keys and values"),
+        ("student=bert", "student: expected keys and values, found 'bert'"),
+        ("training.seed.x=1", "unknown key"),
+        ("training", "override 'training' is not of the form key=value"),
+        ("training.seed=[1", "override training.seed: '[1' is not a YAML value"),
+    ],
+)
+def test_a_key_or_value_that_fits_nowhere_is_named(override: str, expected: str) -> None:
+    if override == "training.seed.x=1":
+        message = refused("training.seed=1", override)
+        assert message == "override training.seed.x: seed is 1, not a group of keys"
+    else:
+        assert expected in refused(override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.per_device_train_batch_size=1",
+        "training.gradient_accumulation_steps=0",
+        "training.learning_rate=-1",
+        "training.learning_rate=nan",
+        "training.head_learning_rate=inf",
+        "training.weight_decay=-0.1",
+        "training.warmup_ratio=1.5",
+        "training.min_lr_rate=-0.1",
+        "training.max_grad_norm=-1",
+        "training.max_steps=0",
+        "training.num_train_epochs=0",
+        "training.save_steps=0",
+        "training.save_total_limit=0",
+        "training.logging_steps=0",
+        "training.seed=-1",
+        "training.dataloader_num_workers=-1",
+        "training.precision=int8",
+        "data.window=31",
+        "data.held_out=-1",
+    ],
+)
+def test_a_value_that_no_run_can_use_is_refused_by_its_key(override: str) -> None:
+    key, _, value = override.partition("=")
+    message = refused(override)
+    assert message.startswith(f"{key} is ")
+    assert value in message.replace("'", "")
+    assert "expected" in message
+
+
+def test_epochs_do_not_matter_where_steps_are_given() -> None:
+    assert RunConfig.load(None, ["training.max_steps=5", "training.num_train_epochs=0"]).training.max_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("seed", "training.seed"), ("fp16", "training.precision"), ("output_dir", "output_dir")],
+)
+def test_trainers_arguments_do_not_bypass_the_keys_that_the_run_records(name: str, key: str) -> None:
+    message = refused(f"training.arguments.{name}=1")
+    assert message == f"training.arguments.{name} has a key of its own; set {key} instead"
+
+
+def test_files_that_are_no_configuration_are_one_line(tmp_path: Path) -> None:
+    absent = tmp_path / "absent.yaml"
+    assert str(absent) in refused(path=absent)
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("training: [1,\n  2\n")
+    assert "is not YAML" in refused(path=broken)
+    listed = tmp_path / "list.yaml"
+    listed.write_text("- 1\n- 2\n")
+    assert "expected keys and values, found a list" in refused(path=listed)
+    (tmp_path / "latin.yaml").write_bytes(b"cache: caf\xe9\n")
+    assert "is not YAML" in refused(path=tmp_path / "latin.yaml")
+
+
+def names() -> st.SearchStrategy[str]:
+    return st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12)
+
+
+def values() -> st.SearchStrategy[Any]:
+    return st.one_of(st.booleans(), st.integers(-5, 5), st.floats(-1, 1), names())
+
+
+@given(names(), st.none() | names(), st.floats(0, 1e3), st.dictionaries(names(), values(), max_size=4))
+def test_what_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, prompt: str, space: str | None, rate: float, options: dict[str, Any]
+) -> None:
+    import dataclasses
+
+    base = RunConfig()
+    config = dataclasses.replace(
+        base,
+        space=space,
+        student=dataclasses.replace(base.student, prompt=prompt),
+        objective=dataclasses.replace(base.objective, options=options),
+        training=dataclasses.replace(base.training, learning_rate=rate),
+    )
+    path = tmp_path_factory.mktemp("yaml") / "run.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    again = RunConfig.load(path)
+    assert again == config
+    assert again.difference(config) == {}
+
+
+def test_a_difference_names_dotted_keys_and_both_values() -> None:
+    mine = RunConfig.load(None, ["training.seed=1", "objective.options.depth=2"])
+    theirs = RunConfig.load(None, ["training.seed=3", "student.pooling=cls"])
+    assert mine.difference(theirs) == {
+        "training.seed": (1, 3),
+        "student.pooling": (None, "cls"),
+        "objective.options.depth": (2, None),
+    }

@@ -1,0 +1,435 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distill import run as run_module
+from distill.config import RunConfig
+from distill.errors import ConfigError, NeedsNotMet, RunFolderError, StudentError
+from distill.objectives import OBJECTIVES
+from distill.objectives.base import Needs
+from distill.objectives.talas import Talas
+from distill.run import held_out_rows, last_checkpoint, run
+from distill.trainer import TrainingProgress
+from teacher_cache.cache import TeacherCache
+from teacher_cache.errors import CorpusNotFound, SpaceNotFound
+from tests.distill.tiny_runs import Stopped, metrics, stop_at, tiny_config
+
+
+@pytest.fixture(scope="module")
+def finished(toy_cache: Path, tiny_student: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on "sentences", 6 steps; tests copy it before they change it."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    run(six_steps(toy_cache, tiny_student, folder))
+    return folder
+
+
+def six_steps(cache: Path, student: Path, folder: Path, *overrides: str) -> RunConfig:
+    """Six steps of 50 records on "sentences", a checkpoint every 2; an epoch has 8."""
+    return tiny_config(
+        cache,
+        student,
+        folder,
+        "corpus=sentences",
+        "training.per_device_train_batch_size=50",
+        "training.max_steps=6",
+        "training.save_steps=2",
+        *overrides,
+    )
+
+
+def checkpoint(folder: Path, step: int = 6) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"checkpoint-{step}" / "model.safetensors")
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "model.safetensors")
+
+
+def refuse_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("nothing was left to train")
+
+    monkeypatch.setattr(run_module.DistillTrainer, "train", train)
+
+
+def test_a_run_leaves_its_settings_its_record_its_curve_and_the_student(
+    finished: Path, toy_cache: Path, tiny_student: Path
+) -> None:
+    config = RunConfig.load(finished / "config.yaml")
+    assert config == six_steps(toy_cache, tiny_student, finished)
+    record = json.loads((finished / "run.json").read_text())
+    assert record["status"] == "finished"
+    with TeacherCache.open(toy_cache) as cache:
+        assert record["space"]["fingerprint"] == cache.space().space.fingerprint
+        assert record["corpus"]["fingerprint"] == cache.corpus("sentences").record.fingerprint
+    assert record["corpus"] | {"fingerprint": ""} == {
+        "name": "sentences",
+        "fingerprint": "",
+        "records": 400,
+        "distinct": 360,
+        "held_out": 45,  # an eighth of 360
+    }
+    assert record["student"]["name"] == "tiny-bert"
+    assert (record["student"]["dim"], record["student"]["layers"]) == (16, 2)
+    assert (record["precision"], record["processes"]) == ("fp32", 1)
+    assert (record["steps"], record["resumed_from"]) == (6, 0)
+    assert record["export"] == {"projection": False, "normalize": True}
+    assert record["exported"]["smallest_cosine"] > 0.9999
+    assert record["exported"]["texts"] == 50
+    assert record["agreement"]["after"]["texts"] == record["agreement"]["before"]["texts"] == 45
+    assert {"python", "torch", "transformers", "teacher-cache"} <= record["versions"].keys()
+    lines = metrics(finished)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "learning_rate", "epoch", "tamd", "lasd", "simcse"} <= lines[0].keys()
+    assert record["loss"] == lines[-1]["loss"]
+    assert "tiny-bert distilled from toy" in (finished / "final" / "README.md").read_text()
+    names = {path.name for path in finished.iterdir()}
+    assert names == {"config.yaml", "run.json", "metrics.jsonl", "checkpoint-4", "checkpoint-6", "final"}
+
+
+def test_the_exported_student_is_the_trained_one(finished: Path) -> None:
+    trained = checkpoint(finished)
+    exported = final_weights(finished)
+    assert {f"student.encoder.{name}" for name in exported} == {n for n in trained if n.startswith("student.")}
+    assert all(torch.equal(tensor, trained[f"student.encoder.{name}"]) for name, tensor in exported.items())
+
+
+def test_the_same_command_again_finds_it_finished_and_trains_nothing(
+    finished: Path, toy_cache: Path, tiny_student: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_training(monkeypatch)
+    monkeypatch.setattr(run_module.Student, "load", None)
+    result = run(six_steps(toy_cache, tiny_student, finished))
+    assert result.finished_before
+    assert (result.steps, result.loss) == (6, metrics(finished)[-1]["loss"])
+    assert result.final == str(finished / "final")
+    assert result.agreement is not None
+
+
+def test_progress_is_told_after_every_step(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    told: list[TrainingProgress] = []
+    run(six_steps(toy_cache, tiny_student, tmp_path / "run", "data.held_out=0"), report=told.append)
+    assert [progress.step for progress in told] == [1, 2, 3, 4, 5, 6]
+    assert {progress.steps for progress in told} == {6}
+    assert told[-1].loss == pytest.approx(metrics(tmp_path / "run")[-2]["loss"])
+
+
+def test_a_run_says_nothing_on_its_own(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = six_steps(toy_cache, tiny_student, tmp_path / "run", "training.max_steps=2")
+    with pytest.raises(Stopped):
+        run(config, report=stop_at(2))
+    run(config)
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+@pytest.mark.parametrize("stop", [1, 5])
+def test_a_stopped_run_goes_on_to_the_same_weights_and_the_same_record(
+    finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path, stop: int
+) -> None:
+    config = six_steps(toy_cache, tiny_student, tmp_path / "run")
+    with pytest.raises(Stopped):
+        run(config, report=stop_at(stop))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
+    result = run(config)
+    assert result.resumed_from == stop // 2 * 2
+    assert not result.finished_before
+    assert same(checkpoint(tmp_path / "run"), checkpoint(finished))
+    assert same(final_weights(tmp_path / "run"), final_weights(finished))
+    assert metrics(tmp_path / "run") == metrics(finished)
+    mine = json.loads((tmp_path / "run" / "run.json").read_text())
+    theirs = json.loads((finished / "run.json").read_text())
+    assert [key for key in mine if mine[key] != theirs[key]] == ["seconds", "resumed_from"][: 1 + bool(stop > 1)]
+
+
+def test_a_run_killed_behind_its_last_checkpoint_only_exports(
+    finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    shutil.rmtree(folder / "final")
+    (folder / "final.writing").mkdir()
+    refuse_training(monkeypatch)
+    result = run(six_steps(toy_cache, tiny_student, folder))
+    assert (result.steps, result.resumed_from, result.loss) == (6, 6, record["loss"])
+    assert same(final_weights(folder), final_weights(finished))
+    assert not (folder / "final.writing").exists()
+
+
+def test_a_deleted_final_folder_is_exported_again(
+    finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "final")
+    refuse_training(monkeypatch)
+    assert not run(six_steps(toy_cache, tiny_student, tmp_path / "run")).finished_before
+    assert same(final_weights(tmp_path / "run"), final_weights(finished))
+
+
+@pytest.mark.parametrize("left", [["config.yaml"], ["config.yaml", "run.json"], ["config.yaml.123.writing"]])
+def test_a_run_killed_before_its_first_step_begins_anew(
+    finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path, left: list[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml.123.writing").write_text("cache: x")
+    for name in left[: 2 if left[0] == "config.yaml" else 0]:
+        shutil.copy(finished / name, folder / name)
+    if "run.json" in left:
+        record = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    assert run(six_steps(toy_cache, tiny_student, folder)).resumed_from == 0
+    assert same(checkpoint(folder), checkpoint(finished))
+
+
+def damage_state_missing(folder: Path) -> None:
+    (folder / "trainer_state.json").unlink()
+
+
+def damage_state_cut(folder: Path) -> None:
+    path = folder / "trainer_state.json"
+    path.write_text(path.read_text()[:40])
+
+
+def damage_optimizer_missing(folder: Path) -> None:
+    (folder / "optimizer.pt").unlink()
+
+
+def damage_weights_missing(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def damage_random_missing(folder: Path) -> None:
+    (folder / "rng_state.pth").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_state_missing,
+        damage_state_cut,
+        damage_optimizer_missing,
+        damage_weights_missing,
+        damage_random_missing,
+    ],
+)
+def test_only_a_checkpoint_that_can_be_resumed_exactly_counts(finished: Path, tmp_path: Path, damage: Any) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-6"
+    damage(tmp_path / "run" / "checkpoint-6")
+    (tmp_path / "run" / "checkpoint-best").mkdir()  # a person's own
+    assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-4"
+    assert not (tmp_path / "run" / "checkpoint-6").exists()
+    assert (tmp_path / "run" / "checkpoint-best").is_dir()
+    damage(tmp_path / "run" / "checkpoint-4")
+    assert last_checkpoint(tmp_path / "run") is None
+
+
+def test_checkpoints_are_ordered_by_number(finished: Path, tmp_path: Path) -> None:
+    for step in (6, 10):
+        shutil.copytree(finished / "checkpoint-6", tmp_path / f"checkpoint-{step}")
+        path = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"global_step": step}))
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_resume_refuses_to_begin_anew(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="nothing to resume"):
+        run(six_steps(toy_cache, tiny_student, tmp_path / "run"), resume=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_settings_are_refused_by_key_with_both_values(
+    finished: Path, toy_cache: Path, tiny_student: Path
+) -> None:
+    config = six_steps(toy_cache, tiny_student, finished, "training.seed=7", "student.pooling=cls")
+    with pytest.raises(RunFolderError) as error:
+        run(config)
+    message = str(error.value)
+    assert "training.seed: 42 there, 7 now" in message
+    assert "student.pooling: None there, 'cls' now" in message
+    assert "output-dir" in message
+
+
+def changed(finished: Path, folder: Path, **change: Any) -> Path:
+    shutil.copytree(finished, folder)
+    record = json.loads((folder / "run.json").read_text()) | {"status": "running"}
+    for section, value in change.items():
+        record[section] = {**record[section], **value} if isinstance(value, dict) else value
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"space": {"fingerprint": "0" * 32}}, "was trained on space " + "0" * 32),
+        ({"corpus": {"fingerprint": "1" * 32}}, "was trained on corpus " + "1" * 32),
+        ({"precision": "bf16"}, "was trained in bf16"),
+        ({"processes": 2}, "was trained by 2 processes"),
+    ],
+)
+def test_a_checkpoint_is_not_continued_on_other_data_or_in_another_way(
+    finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
+    folder = changed(finished, tmp_path / "run", **change)
+    with pytest.raises(RunFolderError, match=expected):
+        run(six_steps(toy_cache, tiny_student, folder))
+    assert (folder / "checkpoint-6").is_dir()
+
+
+def test_a_record_that_is_damaged_is_named(
+    finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{")
+    with pytest.raises(RunFolderError, match=r"run\.json is not JSON"):
+        run(six_steps(toy_cache, tiny_student, tmp_path / "run"))
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        run(six_steps(toy_cache, tiny_student, tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("override", "kind", "expected"),
+    [
+        ("cache=", ConfigError, "cache is not set"),
+        ("output_dir=", ConfigError, "output_dir is not set"),
+        ("objective.name=talass", ConfigError, "did you mean 'talas'"),
+        ("objective.preset=offical", ConfigError, "no preset 'offical'; it has: paper, official"),
+        ("objective.options.temprature=1", ConfigError, "temprature"),
+        ("objective.options.anchored_layers=3", ConfigError, "student of 2 layers"),
+        ("objective.options.views=pair", ConfigError, "needs two texts a record"),
+        ("sharpness.name=azam", ConfigError, "did you mean 'asam'"),
+        ("sharpness.rho=-1", ConfigError, "rho"),
+        ("training.arguments.adam_bta=1", ConfigError, "training.arguments.adam_bta"),
+        ("space=e5", SpaceNotFound, "'e5'"),
+        ("corpus=wiki", CorpusNotFound, "'wiki'"),
+        ("student.model=", StudentError, "no student given"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path, override: str, kind: type[Exception], expected: str
+) -> None:
+    sharp = ["sharpness.name=asam"] if override.startswith("sharpness.rho") else []
+    config = six_steps(toy_cache, tiny_student, tmp_path / "run", *sharp, override)
+    with pytest.raises(kind, match=expected) as error:
+        run(config)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_projection_that_was_not_learned_is_refused_before_training(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    config = six_steps(
+        toy_cache, tiny_student, tmp_path / "run", "objective.name=simcse", "export.projection=true"
+    )
+    with pytest.raises(ConfigError, match="learned no projection"):
+        run(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_projection_is_exported_where_it_is_asked_for(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    config = six_steps(
+        toy_cache, tiny_student, tmp_path / "run", "export.projection=true", "training.max_steps=2"
+    )
+    run(config)
+    dense = load_file(tmp_path / "run" / "final" / "2_Dense" / "model.safetensors")["linear.weight"]
+    assert torch.equal(dense, checkpoint(tmp_path / "run", 2)["objective.heads.1.weight"])
+
+
+class TokenHungry(Talas):
+    """Asks for what no cache of sentence vectors has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.needs = Needs(views=2, token_states=True)
+
+
+def test_token_states_are_refused_where_the_cache_has_none(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OBJECTIVES, "hungry", f"{__name__}:TokenHungry")
+    with pytest.raises(NeedsNotMet, match="token states"):
+        run(six_steps(toy_cache, tiny_student, tmp_path / "run", "objective.name=hungry"))
+
+
+def test_a_preset_gives_options_and_single_options_win(
+    toy_cache: Path, tiny_student: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shape:
+        shape = run_module.Student.load(tiny_config(toy_cache, tiny_student, Path("x")).student).shape
+
+    config = RunConfig.load(None, ["objective.preset=official", "objective.options.temperature=0.2"])
+    with TeacherCache.open(toy_cache) as cache:
+        objective: Any = run_module._objective(config, Shape(), cache.space())  # type: ignore[arg-type]
+    assert (objective.mask_duplicates, objective.temperature) == (False, 0.2)
+
+
+def test_pairs_are_trained_on_where_the_objective_takes_them(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        toy_cache,
+        tiny_student,
+        tmp_path / "run",
+        "corpus=pairs",
+        "objective.options.views=pair",
+        "training.max_steps=2",
+    )
+    assert run(config).steps == 2
+
+
+def test_held_out_rows_depend_on_corpus_and_seed_alone(toy_cache: Path) -> None:
+    def rows(corpus: str, *overrides: str) -> np.ndarray:
+        config = RunConfig.load(None, list(overrides))
+        with TeacherCache.open(toy_cache) as cache:
+            return held_out_rows(config, cache.corpus(corpus), cache.rows)
+
+    first = rows("sentences")
+    assert len(first) == 45
+    assert np.all(np.diff(first) > 0)
+    assert np.array_equal(rows("sentences", "training.learning_rate=1", "data.window=100"), first)
+    assert not np.array_equal(rows("sentences", "training.seed=1"), first)
+    assert len(rows("sentences", "data.held_out=10")) == 10
+    assert len(rows("sentences", "data.held_out=0")) == 0
+    assert len(rows("few")) == 0  # 60 distinct texts are too few
+
+
+def test_without_held_out_texts_there_is_no_agreement(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    result = run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "training.max_steps=2"))
+    assert result.agreement is None
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["agreement"] is None
+
+
+def test_a_run_moved_with_its_cache_is_still_the_same_run(
+    finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(toy_cache, tmp_path / "cache")
+    shutil.copytree(finished, tmp_path / "elsewhere")
+    assert run(six_steps(tmp_path / "cache", tiny_student, tmp_path / "elsewhere")).finished_before

@@ -1,0 +1,87 @@
+"""Data-parallel training over two processes, as torchrun starts them, on processors alone."""
+
+import json
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_model
+
+from distill.config import RunConfig
+from tests.distill.tiny_runs import metrics, tiny_config
+
+pytestmark = pytest.mark.slow
+
+
+def run_as(rank: int, port: int, config: RunConfig, left: Path) -> None:
+    """One rank's process; leaves its weights in `left`."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    from distill.run import run
+    from distill.trainer import DistillTrainer
+
+    class Left(DistillTrainer):
+        def train(self, *args: object, **kwargs: object) -> object:
+            outcome = super().train(*args, **kwargs)
+            assert isinstance(self.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+            save_model(self.model, str(left / f"rank{rank}.safetensors"))
+            return outcome
+
+    run.__globals__["DistillTrainer"] = Left
+    result = run(config)
+    (left / f"rank{rank}.json").write_text(json.dumps(result.to_json()))
+    torch.distributed.destroy_process_group()
+
+
+def start_both(config: RunConfig, left: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run_as, args=(rank, port, config, left)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_processes_stay_one_model_under_asam_and_leave_one_student(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path, accumulate: int
+) -> None:
+    config = tiny_config(
+        toy_cache,
+        tiny_student,
+        tmp_path / "run",
+        "corpus=sentences",
+        "training.per_device_train_batch_size=20",
+        "training.max_steps=6",
+        "training.save_steps=3",
+        "sharpness.name=asam",
+        f"training.gradient_accumulation_steps={accumulate}",
+    )
+    start_both(config, tmp_path)
+    first, second = (load_file(tmp_path / f"rank{rank}.safetensors") for rank in range(2))
+    start = load_file(tiny_student / "model.safetensors")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    name = "embeddings.word_embeddings.weight"
+    assert not torch.equal(first[f"student.encoder.{name}"], start[name])
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert all(torch.equal(tensor, first[f"student.encoder.{name}"]) for name, tensor in final.items())
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:  # both are means over the ranks
+        assert line["loss"] == pytest.approx(line["tamd"] + line["lasd"] + line["simcse"], rel=1e-4)
+    told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert told[0]["steps"] == told[1]["steps"] == 6
+    assert told[0]["agreement"] == told[1]["agreement"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"] == 2

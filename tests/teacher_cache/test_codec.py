@@ -1,0 +1,112 @@
+"""What a number format holds, and what it refuses to hold."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from teacher_cache.errors import CacheError
+from teacher_cache.storage.codec import FORMATS, Checked, check_rows, number_format
+
+FLOAT16 = FORMATS["float16"]
+
+
+def check(*rows: list[float]) -> Checked:
+    return check_rows(np.array(rows, dtype=np.float32), FLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([1.0, float("nan"), 0.0], "the teacher gave NaN"),
+        ([float("nan"), float("inf"), 0.0], "the teacher gave NaN"),
+        ([1.0, float("-inf"), 0.0], "the teacher gave an infinite value"),
+        ([0.0, 0.0, -0.0], "the teacher gave a zero vector"),
+        ([1.0, 65536.0, 0.0], "overflows float16: largest value 6.554e+04"),
+        ([1e-9, 1e-9, 1e-9], "vanishes in float16: largest value 1e-09"),
+        # 2e-7 lies between float16's smallest steps of 6e-8: the row turns and grows.
+        ([2e-7, 8e-8, 0.0], "float16 would change it too much: 1 - cos"),
+    ],
+)
+def test_a_row_that_the_format_cannot_hold_is_refused_with_the_reason(row: list[float], reason: str) -> None:
+    checked = check([0.6, 0.8, 0.0], row)
+    assert list(checked.refused) == [1]
+    assert checked.refused[1].startswith(reason)
+    assert np.isnan(checked.cosine_error[1])
+    assert checked.cosine_error[0] <= FLOAT16.max_cosine_error
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[65504.0, 0.0], [-65504.0, 1.0], [0.6, 0.8], [3.0, -4.0], [1.0, 1e-9], [6.2e-5, 6.2e-5], [2.0**-14, 0]],
+)
+def test_a_row_within_the_bounds_is_stored(row: list[float]) -> None:
+    checked = check(row)
+    assert checked.refused == {}
+    np.testing.assert_allclose(checked.stored[0].astype(np.float32), row, rtol=1e-3, atol=1e-7)
+
+
+def test_the_reported_error_is_one_minus_the_cosine() -> None:
+    # Halves and quarters are exact; 0.1 becomes 0.0999755859375 in float16.
+    checked = check([0.5, 0.25], [1.0, 0.1])
+    assert checked.cosine_error[0] == 0
+    exact, back = float(np.float32(0.1)), 0.0999755859375
+    by_hand = (exact - back) ** 2 / (2 * (1 + exact**2) * (1 + back**2))  # sin^2 / 2, for a small angle
+    assert checked.cosine_error[1] == pytest.approx(by_hand, rel=1e-6)
+
+
+@given(
+    arrays.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 5), st.integers(1, 40)),
+        elements=st.floats(-1, 1, width=32),
+    )
+)
+def test_the_reported_error_agrees_with_an_independent_computation(vectors: np.ndarray) -> None:
+    checked = check_rows(vectors, FLOAT16)
+    for row, vector in enumerate(vectors):
+        if row in checked.refused:
+            continue
+        a, b = vector.astype(np.longdouble), checked.stored[row].astype(np.longdouble)
+        cosine = (a @ b) / np.sqrt((a @ a) * (b @ b))
+        assert checked.cosine_error[row] == pytest.approx(float(1 - cosine), abs=1e-15)
+        assert checked.cosine_error[row] <= 1e-6
+        assert abs(float(np.sqrt((b @ b) / (a @ a))) - 1) <= 1e-3 + 1e-12
+
+
+@given(
+    arrays.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 4), st.integers(1, 6)),
+        elements=st.floats(width=32) | st.sampled_from([0.0, 1e-8, 65504.0, 65520.0]),
+    )
+)
+def test_every_row_is_either_refused_or_finite_and_close(vectors: np.ndarray) -> None:
+    checked = check_rows(vectors, FLOAT16)
+    for row, vector in enumerate(vectors):
+        error = checked.cosine_error[row]
+        assert np.isnan(error) == (row in checked.refused)
+        if row not in checked.refused:
+            assert np.isfinite(checked.stored[row]).all()
+            assert checked.stored[row].any()
+            assert np.linalg.norm(vector.astype(float) - checked.stored[row]) <= 0.0025 * np.linalg.norm(
+                vector.astype(float)
+            )
+
+
+def test_rows_of_a_large_batch_keep_their_place() -> None:
+    vectors = np.ones((2500, 2), dtype=np.float32)
+    vectors[[3, 1024, 2499]] = np.nan
+    checked = check_rows(vectors, FLOAT16)
+    assert sorted(checked.refused) == [3, 1024, 2499]
+    assert sorted(np.flatnonzero(np.isnan(checked.cosine_error)).tolist()) == [3, 1024, 2499]
+
+
+def test_no_rows_are_no_problem() -> None:
+    assert check_rows(np.empty((0, 4), dtype=np.float32), FLOAT16).refused == {}
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(CacheError, match="'float17'; known: float16, raw"):
+        number_format("float17")

@@ -1,0 +1,248 @@
+"""The index: what it promises, grows, and shares between readers, writers, threads and processes."""
+
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, DiskFull
+from teacher_cache.storage import index as index_module
+from teacher_cache.storage.index import (
+    Change,
+    Index,
+    ShardRecord,
+    quarantine_key,
+    row_value,
+    shard_key,
+)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Index]:
+    index = Index(tmp_path / "index.lmdb", writable=True)
+    index.commit([])
+    yield index
+    index.close()
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def keys(start: int, stop: int) -> list[Change]:
+    return [Change("keys", key(number), row_value(number)) for number in range(start, stop)]
+
+
+@given(
+    st.binary(min_size=16, max_size=16),
+    st.floats(allow_nan=False),
+    st.integers(0, 2**64 - 1),
+    st.lists(st.booleans(), min_size=1, max_size=10).map(lambda bits: bits * 8),
+)
+def test_a_shard_record_survives_packing(digest: bytes, error: float, size: int, present: list[bool]) -> None:
+    record = ShardRecord(digest, error, size, np.array(present))
+    back = ShardRecord.unpack(record.pack())
+    assert (back.digest, back.worst_error, back.size) == (digest, error, size)
+    assert back.present.dtype == bool
+    assert back.present.tolist() == present
+
+
+def test_a_known_key_has_its_row_and_an_unknown_one_minus_one(writer: Index) -> None:
+    writer.commit(keys(0, 3))
+    assert writer.find([key(2), key(9), key(0), key(2)]).tolist() == [2, -1, 0, 2]
+    assert writer.find([]).tolist() == []
+    assert writer.key_count() == 3
+
+
+def test_shard_records_come_by_number_and_by_array_name(writer: Index) -> None:
+    def record(size: int) -> bytes:
+        return ShardRecord(bytes(16), 0.0, size, np.ones(8, dtype=bool)).pack()
+
+    names = [("a", 300), ("a", 2), ("ab", 0), ("a/b", 1)]
+    writer.commit([Change("shards", shard_key(name, number), record(number)) for name, number in names])
+    assert {number: found.size for number, found in writer.shards("a").items()} == {2: 2, 300: 300}
+    assert list(writer.shards("a")) == [2, 300]
+    assert list(writer.shards("b")) == []
+    assert writer.shard("ab", 1) is None
+
+
+def test_quarantined_rows_have_their_reason_and_can_be_freed(writer: Index) -> None:
+    writer.commit([Change("quarantine", quarantine_key("s", row), b"NaN") for row in (70_000, 3)])
+    assert writer.quarantined("s") == {3: "NaN", 70_000: "NaN"}
+    writer.commit([Change("quarantine", quarantine_key("s", 3), None)])
+    assert writer.quarantined("s") == {70_000: "NaN"}
+
+
+def test_the_map_grows_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "FIRST_MAP_BYTES", 64 * 1024)
+    writer = Index(tmp_path / "index.lmdb", writable=True)
+    writer.commit(keys(0, 20_000))
+    assert writer.find([key(19_999)]).tolist() == [19_999]
+    assert (tmp_path / "index.lmdb" / "data.mdb").stat().st_size > 64 * 1024
+
+
+def grow_index(folder: Path) -> None:
+    index = Index(folder, writable=True)
+    index.commit(keys(5, 20_000))
+    index.close()
+
+
+def test_a_reader_opened_before_another_process_grew_the_map_sees_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "FIRST_MAP_BYTES", 64 * 1024)
+    folder = tmp_path / "index.lmdb"
+    writer = Index(folder, writable=True)
+    writer.commit(keys(0, 5))
+    writer.close()
+    reader = Index(folder, writable=False)
+    assert reader.key_count() == 5
+    process = multiprocessing.get_context("spawn").Process(target=grow_index, args=(folder,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert reader.key_count() == 20_000
+    # A writer in this process shares the reader's handle, which was opened with the small map.
+    writer = Index(folder, writable=True)
+    writer.commit(keys(20_000, 20_100))
+    assert reader.key_count() == 20_100
+
+
+def test_readers_and_a_writer_share_one_process(tmp_path: Path, writer: Index) -> None:
+    writer.commit(keys(0, 3))
+    writer.close()
+    before = Index(tmp_path / "index.lmdb", writable=False)
+    assert before.key_count() == 3
+    again = Index(tmp_path / "index.lmdb", writable=True)
+    again.commit(keys(3, 4))
+    after = Index(tmp_path / "." / "index.lmdb", writable=False)
+    assert before.key_count() == after.key_count() == 4
+    again.close()
+    after.close()
+    assert before.key_count() == 4
+
+
+def test_an_index_made_anew_at_the_same_place_is_another_one(tmp_path: Path, writer: Index) -> None:
+    writer.commit(keys(0, 3))
+    (tmp_path / "index.lmdb").rename(tmp_path / "old")
+    new = Index(tmp_path / "index.lmdb", writable=True)
+    new.commit(keys(0, 1))
+    assert (writer.key_count(), new.key_count()) == (3, 1)
+
+
+def test_a_reader_does_not_write_and_neither_does_a_closed_writer(tmp_path: Path, writer: Index) -> None:
+    with pytest.raises(CacheError, match='not open for writing; open the cache with mode "a"'):
+        Index(tmp_path / "index.lmdb", writable=False).commit(keys(0, 1))
+    writer.close()
+    with pytest.raises(CacheError, match="not open for writing"):
+        writer.commit(keys(0, 1))
+    assert writer.key_count() == 0
+
+
+def test_a_snapshot_does_not_see_what_is_committed_meanwhile(tmp_path: Path, writer: Index) -> None:
+    reader = Index(tmp_path / "index.lmdb", writable=False)
+    with reader.snapshot():
+        assert reader.key_count() == 0
+        writer.commit(keys(0, 2))
+        assert reader.key_count() == 0
+        assert reader.find([key(1)]).tolist() == [-1]
+    assert reader.key_count() == 2
+
+
+def test_a_transaction_that_fails_leaves_nothing(writer: Index) -> None:
+    with pytest.raises(CacheError, match="refused a commit"):
+        writer.commit([*keys(0, 3), Change("keys", b"", b"an empty key is not allowed")])
+    assert writer.key_count() == 0
+    writer.commit(keys(0, 1))
+    assert writer.key_count() == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lmdb.DiskError("mdb_txn_commit", 28),
+        lmdb.Error(f"mdb_txn_commit: {os.strerror(122)}"),
+    ],
+)
+def test_a_full_disk_is_told_as_such(
+    writer: Index, monkeypatch: pytest.MonkeyPatch, error: lmdb.Error
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Index, "_apply", staticmethod(fail))
+    with pytest.raises(DiskFull, match="no space left on the disk of .*index.lmdb"):
+        writer.commit(keys(0, 1))
+
+
+def test_threads_read_while_one_writes_and_the_map_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "FIRST_MAP_BYTES", 64 * 1024)
+    writer = Index(tmp_path / "index.lmdb", writable=True)
+    writer.commit(keys(0, 1))
+    stop = threading.Event()
+    seen: list[int] = []
+    failures: list[Exception] = []
+
+    def read() -> None:
+        reader = Index(tmp_path / "index.lmdb", writable=False)
+        try:
+            while not stop.is_set():
+                rows = reader.find([key(number) for number in range(0, 5000, 7)])
+                seen.append(int((rows >= 0).sum()))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for start in range(1, 5000, 500):
+        writer.commit(keys(start, start + 500))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert seen
+    assert writer.key_count() == 5001
+
+
+def test_a_forked_child_reads_with_a_handle_of_its_own(tmp_path: Path, writer: Index) -> None:
+    writer.commit(keys(0, 3))
+    reader = Index(tmp_path / "index.lmdb", writable=False)
+    assert reader.key_count() == 3
+    child = os.fork()
+    if child == 0:
+        try:
+            mine = reader.key_count() == 3 and Index(tmp_path / "index.lmdb", writable=False).key_count() == 3
+            reader.close()
+        finally:
+            os._exit(0 if mine else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    writer.commit(keys(3, 4))  # the parent's handle outlives the child's closing
+    assert reader.key_count() == 4
+
+
+def test_a_pickled_index_opens_for_reading(writer: Index) -> None:
+    writer.commit(keys(0, 3))
+    copy = pickle.loads(pickle.dumps(writer))
+    assert copy.key_count() == 3
+    with pytest.raises(CacheError, match="not open for writing"):
+        copy.commit([])
+
+
+def test_a_missing_index_is_no_cache_and_garbage_is_damage(tmp_path: Path) -> None:
+    with pytest.raises(CacheNotFound, match="no index at"):
+        Index(tmp_path / "nowhere", writable=False).rows()
+    (tmp_path / "garbage").mkdir()
+    (tmp_path / "garbage" / "data.mdb").write_bytes(b"garbage" * 1000)
+    with pytest.raises(DamagedCache, match="cannot be opened"):
+        Index(tmp_path / "garbage", writable=False).rows()

@@ -1,0 +1,86 @@
+"""One writer per cache, told apart from a dead one."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from teacher_cache.cache import TeacherCache
+from teacher_cache.errors import CacheLocked
+from teacher_cache.storage.lock import WriterLock
+
+HOLDER = """
+import sys
+from teacher_cache.cache import TeacherCache
+cache = TeacherCache.open(sys.argv[1], "a", shard_rows=8)
+print("held", flush=True)
+sys.stdin.read()
+cache.close()
+"""
+
+
+def holder(path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_writer_is_told_who_holds_the_cache_and_since_when(tmp_path: Path) -> None:
+    with holder(tmp_path / "cache") as owner:
+        who = f"process {owner.pid} on {re.escape(socket.gethostname())} since 20[0-9T:+-]+"
+        with pytest.raises(CacheLocked, match=f"cache is being written by {who}; wait for it"):
+            TeacherCache.open(tmp_path / "cache", "a")
+        TeacherCache.open(tmp_path / "cache").close()  # a reader needs no lock
+        owner.communicate("")
+    TeacherCache.open(tmp_path / "cache", "a").close()
+
+
+def test_the_lock_of_a_killed_writer_is_taken_over_with_a_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with holder(tmp_path / "cache") as owner:
+        owner.send_signal(signal.SIGKILL)
+    with caplog.at_level(logging.WARNING, "teacher_cache"):
+        TeacherCache.open(tmp_path / "cache", "a").close()
+    assert f"took over the writer lock of process {owner.pid} on" in caplog.text
+
+
+def test_a_lock_given_back_is_taken_without_a_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        WriterLock(tmp_path / "lock").release()
+    assert caplog.text == ""
+
+
+def test_a_lock_is_held_against_the_same_process_too(tmp_path: Path) -> None:
+    with TeacherCache.open(tmp_path / "cache", "a"):
+        with pytest.raises(CacheLocked, match=f"process {os.getpid()} "):
+            TeacherCache.open(tmp_path / "cache", "a")
+        with pytest.raises(CacheLocked):  # nor does the refusal free it
+            TeacherCache.open(tmp_path / "cache", "a")
+
+
+def test_a_lock_whose_text_says_nothing_still_locks(tmp_path: Path) -> None:
+    lock = WriterLock(tmp_path / "lock")
+    (tmp_path / "lock").write_text("[]")
+    with pytest.raises(CacheLocked, match="by another process"):
+        WriterLock(tmp_path / "lock")
+    lock.release()
+
+
+def test_a_program_that_the_writer_starts_does_not_hold_the_lock(tmp_path: Path) -> None:
+    lock = WriterLock(tmp_path / "lock")
+    with subprocess.Popen(["sleep", "60"], close_fds=False) as child:
+        lock.release()
+        WriterLock(tmp_path / "lock").release()
+        child.kill()

@@ -1,0 +1,81 @@
+"""Toy teachers with faults, to be named as `package.module:Class`.
+
+`TeacherOptions.revision` is a label, not part of a space, so it carries the path of a file a variant needs.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from teacher_cache.errors import TeacherError
+from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
+from teacher_cache.teachers.toy import ToyTeacher
+
+
+class Variant(ToyTeacher):
+    @classmethod
+    def name(cls) -> str:
+        return f"{cls.__module__}:{cls.__qualname__}"
+
+    @classmethod
+    def options(cls, file: Path | str = "") -> TeacherOptions:
+        return TeacherOptions(model="toy", backend=cls.name(), revision=str(file))
+
+    @classmethod
+    def resolve(cls, options: TeacherOptions, folder: Path | None) -> TeacherSpec:
+        spec = super().resolve(options, folder)
+        return replace(spec, space=replace(spec.space, backend=cls.name()))
+
+    def __init__(self, spec: TeacherSpec) -> None:
+        super().__init__(spec)
+        self.file = Path(spec.options.revision or "")
+
+
+class BadVectors(Variant):
+    """Gives NaN, infinities, zeros or overflowing values for texts that begin with that word."""
+
+    def encode_counted(self, texts: Sequence[str]) -> Encoded:
+        encoded = super().encode_counted(texts)
+        for row, text in enumerate(texts):
+            value = {"nan": np.nan, "inf": np.inf, "zero": 0.0, "huge": 1e6}.get(text.split()[0])
+            if value is not None:
+                encoded.vectors[row] = value
+            encoded.repaired[row] = text.startswith("repaired")
+        return encoded
+
+
+class Logged(Variant):
+    """Writes down every text it is asked for, before it answers, slowly."""
+
+    def encode_counted(self, texts: Sequence[str]) -> Encoded:
+        with self.file.open("a") as log:
+            log.writelines(json.dumps(text) + "\n" for text in texts)
+        time.sleep(0.003)
+        return super().encode_counted(texts)
+
+
+class DiesOnce(Variant):
+    """Kills its process over the text "deadly", unless its file says that it did so before."""
+
+    def encode_counted(self, texts: Sequence[str]) -> Encoded:
+        if "deadly" in texts and not self.file.exists():
+            self.file.touch()
+            os._exit(1)
+        return super().encode_counted(texts)
+
+
+class DiesAlways(Variant):
+    def encode_counted(self, texts: Sequence[str]) -> Encoded:
+        if "deadly" in texts:
+            os._exit(1)
+        return super().encode_counted(texts)
+
+
+class Refuses(Variant):
+    def encode_counted(self, texts: Sequence[str]) -> Encoded:
+        raise TeacherError(f"no answer to {texts[0]!r}")
