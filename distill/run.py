@@ -29,7 +29,15 @@ from distill.objectives import load_objective
 from distill.objectives.base import Objective
 from distill.sharpness import build_sharpness
 from distill.student import Student
-from distill.trainer import STATE, WEIGHTS, Distillation, DistillTrainer, TrainingProgress, settled_precision
+from distill.trainer import (
+    STATE,
+    WEIGHTS,
+    Distillation,
+    DistillTrainer,
+    TrainingProgress,
+    require_space,
+    settled_precision,
+)
 from teacher_cache.cache import SpaceView, TeacherCache
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.storage.shards import replacing
@@ -90,17 +98,13 @@ def run(
     started = time.monotonic()
     config.check()
     if not config.cache or not config.output_dir:
-        raise ConfigError(
-            f"{'cache' if not config.cache else 'output_dir'} is not set; name it in the YAML or flags"
-        )
+        raise ConfigError(f"{'cache' if not config.cache else 'output_dir'} is not set; name it in the YAML or flags")
     folder = Path(config.output_dir)
     finished = _finished(folder, config)
     if finished is not None:
         return finished
     if resume and not any(map(_is_whole, _checkpoints(folder))):
-        raise RunFolderError(
-            f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin"
-        )
+        raise RunFolderError(f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin")
     with TeacherCache.open(config.cache) as cache:
         space, manifest = cache.space(config.space), cache.corpus(config.corpus)
         student = Student.load(config.student)
@@ -142,6 +146,8 @@ def run(
         }
         projection = _projection(config, objective)
         if leads:
+            parameters = sum(parameter.numel() for parameter in student.parameters())
+            require_space(folder, 2 * 4 * parameters, "the exported student, written and then renamed,")
             rows = np.linspace(0, cache.rows - 1, min(CHECKED_TEXTS, cache.rows)).astype(np.int64)
             cosine = export(student, projection, config.export.normalize, folder / FINAL, cache.texts(rows))
             record["exported"] = {"texts": len(rows), "smallest_cosine": cosine}
@@ -208,7 +214,7 @@ def _objective(config: RunConfig, student: Student, space: SpaceView) -> Objecti
         options |= kind.presets[chosen.preset]
     options |= chosen.options
     try:
-        objective = kind(student.shape, space.dims, **options)  # type: ignore[call-arg]
+        objective = kind(student.shape, space.dims, **options)
     except TypeError as error:
         raise ConfigError(f"objective {chosen.name} was given options it does not take: {error}") from error
     if objective.needs.token_states:
@@ -220,9 +226,7 @@ def _objective(config: RunConfig, student: Student, space: SpaceView) -> Objecti
 
 def _sharpness(config: RunConfig, model: Distillation) -> Any:
     chosen = config.sharpness
-    overrides = {
-        name: value for name, value in (("rho", chosen.rho), ("eta", chosen.eta)) if value is not None
-    }
+    overrides = {name: value for name, value in (("rho", chosen.rho), ("eta", chosen.eta)) if value is not None}
     return build_sharpness(chosen.name, model.named_parameters(), **overrides)
 
 
@@ -306,10 +310,10 @@ def _check_same_run(folder: Path, record: dict[str, Any]) -> None:
             f"{folder} was trained in {before.get('precision')}, this machine would go on in "
             f"{record['precision']}; set training.precision, or choose another --output-dir"
         )
-    if record["processes"] != before.get("processes"):
+    if record["processes"] != before.get("processes", 1):
         raise RunFolderError(
-            f"{folder} was trained by {before.get('processes')} processes, these are {record['processes']}: each "
-            "would see other records; start as many, or choose another --output-dir"
+            f"{folder} was trained by {before.get('processes', 1)} processes, these are {record['processes']}: "
+            "each would see other records; start as many, or choose another --output-dir"
         )
 
 
@@ -324,19 +328,13 @@ def _finished(folder: Path, config: RunConfig) -> RunResult | None:
     if not (folder / CONFIG).exists():
         if all(path.name == RECORD or path.name.endswith(".writing") for path in folder.iterdir()):
             return None
-        raise RunFolderError(
-            f"{folder} is not empty and not a run folder (no {CONFIG}); choose another --output-dir"
-        )
+        raise RunFolderError(f"{folder} is not empty and not a run folder (no {CONFIG}); choose another --output-dir")
     different = config.difference(RunConfig.load(folder / CONFIG))
     # Where a folder lies may change between two starts; what is in it is checked by fingerprint.
     different = {key: pair for key, pair in different.items() if key not in ("cache", "output_dir")}
     if different:
-        listed = "; ".join(
-            f"{key}: {theirs!r} there, {mine!r} now" for key, (mine, theirs) in different.items()
-        )
-        raise RunFolderError(
-            f"{folder} holds a run with other settings ({listed}); choose another --output-dir"
-        )
+        listed = "; ".join(f"{key}: {theirs!r} there, {mine!r} now" for key, (mine, theirs) in different.items())
+        raise RunFolderError(f"{folder} holds a run with other settings ({listed}); choose another --output-dir")
     if not (folder / RECORD).exists():
         return None
     record = _read_record(folder)
@@ -348,9 +346,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunFolderError(
-            f"{folder / RECORD} is not JSON: {error}; choose another --output-dir"
-        ) from error
+        raise RunFolderError(f"{folder / RECORD} is not JSON: {error}; choose another --output-dir") from error
     return record
 
 

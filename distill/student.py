@@ -66,9 +66,7 @@ class Student(nn.Module):
         from transformers import AutoTokenizer
 
         if not config.model:
-            raise StudentError(
-                "no student given; name one with --student FOLDER or student.model in the YAML"
-            )
+            raise StudentError("no student given; name one with --student FOLDER or student.model in the YAML")
         options = TeacherOptions(
             model=config.model,
             backend="transformer",

@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from distill.errors import ConfigError, NonFiniteLoss
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.sharpness import Ascent, SharpnessAware
 from distill.student import Student
+from teacher_cache.errors import DiskFull
 from teacher_cache.storage.shards import replacing
 
 # Files of a checkpoint.
@@ -41,9 +43,7 @@ class Distillation(nn.Module):
         self.objective = objective
 
     # No **kwargs and nothing called `labels`: Trainer would take either as a sign to scale the loss itself.
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, vectors: Tensor, text_ids: Tensor
-    ) -> dict[str, Any]:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, vectors: Tensor, text_ids: Tensor) -> dict[str, Any]:
         """`loss`, the sum of the objective's terms, and `terms` by name."""
         layers = self.student(input_ids, attention_mask)
         output = StudentOutput(layers, views=input_ids.shape[0] // vectors.shape[0])
@@ -69,18 +69,14 @@ class SharpnessMixin:
     ascending: bool = False
     last_ascent: tuple[Ascent, Tensor] | None = None
 
-    def training_step(
-        self: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
-    ) -> Tensor:
+    def training_step(self: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         one_pass = super().training_step  # type: ignore[misc]
         if self.sharpness is None:
             return one_pass(model, inputs, num_items_in_batch)
         model.train()
         # Each rank climbs its own loss: this forward must not make DDP expect a synchronised backward.
         with self.accelerator.no_sync(model), self.compute_loss_context_manager():
-            loss = self.compute_loss(
-                model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
-            )
+            loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
         scaler = getattr(self.accelerator, "scaler", None)
         self.ascending = True
         try:
@@ -115,6 +111,8 @@ class DistillTrainer(SharpnessMixin, Trainer):
         ConfigError: sharpness or a batch-coupled loss in a set-up that would silently change it.
     """
 
+    optimizer: Any
+
     def __init__(
         self,
         model: Distillation,
@@ -141,13 +139,11 @@ class DistillTrainer(SharpnessMixin, Trainer):
     def _refuse_unsupported(self) -> None:
         if self.args.n_gpu > 1:
             raise ConfigError(
-                f"{self.args.n_gpu} GPUs are visible to one process, which would split every batch over them and "
-                "change the losses that compare its texts; start with torchrun, or set CUDA_VISIBLE_DEVICES"
+                f"{self.args.n_gpu} GPUs are visible to one process, which would split every batch over them "
+                "and change the losses that compare its texts; start with torchrun, or set CUDA_VISIBLE_DEVICES"
             )
         if self.sharpness is not None and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            raise ConfigError(
-                "sharpness does not work with DeepSpeed or FSDP, which shard the weights; use DDP"
-            )
+            raise ConfigError("sharpness does not work with DeepSpeed or FSDP, which shard the weights; use DDP")
 
     @staticmethod
     def _sampler(config: RunConfig, records: int, rank: int, ranks: int) -> StreamingSampler:
@@ -167,9 +163,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         workers = self.args.dataloader_num_workers
         return DataLoader(
             dataset,
-            batch_sampler=self._sampler(
-                self.config, len(dataset), self.args.process_index, self.args.world_size
-            ),
+            batch_sampler=self._sampler(self.config, len(dataset), self.args.process_index, self.args.world_size),
             collate_fn=self.data_collator,
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -178,7 +172,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The student and the objective's projections, each at its own learning rate; decay on all of both."""
+        """Student and projections, each at its own learning rate; weight decay on all of both."""
         if self.optimizer is None:
             training, distillation = self.config.training, self.model
             groups = [
@@ -198,12 +192,12 @@ class DistillTrainer(SharpnessMixin, Trainer):
         if not bool(torch.isfinite(loss)):
             terms = ", ".join(f"{name} {term.item():.4g}" for name, term in outputs["terms"].items())
             raise NonFiniteLoss(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1} ({terms}); training stopped, the "
-                "last checkpoint is intact: lower training.learning_rate, or use training.precision=fp32"
+                f"the loss is {loss.item()} at step {self.state.global_step + 1} ({terms}); training stopped, "
+                "the last checkpoint is intact: lower training.learning_rate, or use training.precision=fp32"
             )
         if not self.ascending:
-            # A step's term is the mean over its micro-batches, as Trainer's loss is: the last step of an epoch
-            # may have fewer of them.
+            # A step's term is the mean over its micro-batches, as Trainer's loss is: the last step of an
+            # epoch may have fewer of them.
             share = 1 / self.current_gradient_accumulation_steps
             self._summed_steps += share
             for name, term in outputs["terms"].items():
@@ -222,6 +216,17 @@ class DistillTrainer(SharpnessMixin, Trainer):
                 ascent, rise = self.last_ascent
                 logs |= {"perturbation_norm": float(ascent.norm), "perturbation_rise": float(rise)}
         super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Trainer's own, refused before its first byte where it cannot fit.
+
+        Raises:
+            DiskFull: the libraries that write a checkpoint each report a full disk as something else.
+        """
+        # Weights in float32 and Adam's two moments of each; the rest is small.
+        needed = 3 * 4 * sum(parameter.numel() for parameter in self.model.parameters())
+        require_space(Path(self.args.output_dir), needed, f"checkpoint {self.state.global_step}")
+        super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Weights alone, as safetensors: no pickled arguments in a folder that people pass around."""
@@ -242,6 +247,20 @@ class DistillTrainer(SharpnessMixin, Trainer):
         return True
 
 
+def require_space(folder: Path, needed: int, what: str) -> None:
+    """Refuse to begin writing `needed` bytes that the disk has no room for.
+
+    Raises:
+        DiskFull: what was written before is intact.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise DiskFull(
+            f"no space left on the disk of {folder}: {what} takes {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are "
+            "free; what was written before is intact: free some space and run the same command again"
+        )
+
+
 def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
     """Trainer's arguments for a run whose epochs have `batches` batches on each rank.
 
@@ -255,14 +274,8 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
             f"an epoch has no whole batch of {training.per_device_train_batch_size}; lower "
             "training.per_device_train_batch_size, or set data.drop_last=false"
         )
-    total = (
-        training.max_steps
-        if training.max_steps > 0
-        else math.ceil(steps_an_epoch * training.num_train_epochs)
-    )
-    cosine_floor = (
-        {"min_lr_rate": training.min_lr_rate} if training.lr_scheduler_type.endswith("min_lr") else {}
-    )
+    total = training.max_steps if training.max_steps > 0 else math.ceil(steps_an_epoch * training.num_train_epochs)
+    cosine_floor = {"min_lr_rate": training.min_lr_rate} if training.lr_scheduler_type.endswith("min_lr") else {}
     precision = settled_precision(training.precision)
     arguments: dict[str, Any] = {
         "output_dir": config.output_dir,
@@ -277,8 +290,9 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
         "warmup_steps": int(training.warmup_ratio * total),
         "max_grad_norm": training.max_grad_norm,
         "bf16": precision == "bf16",
-        # Trainer allows bf16 on a processor only when told that this is meant.
-        "use_cpu": precision == "bf16" and not torch.cuda.is_available(),
+        # Unless this is said, Trainer refuses bf16 on a processor, and several processes without a GPU
+        # would each train alone.
+        "use_cpu": not torch.accelerator.is_available(),
         "fp16": precision == "fp16",
         "seed": training.seed,
         "save_strategy": "steps",
@@ -291,6 +305,9 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
         "dataloader_num_workers": training.dataloader_num_workers,
         "remove_unused_columns": False,
         "disable_tqdm": True,
+        # Trainer warns of checkpoints that lie less than a second apart; what matters here is raised.
+        "log_level": "error",
+        "log_level_replica": "error",
         "ddp_find_unused_parameters": False,
     }
     known = {f.name for f in fields(TrainingArguments)}
@@ -298,9 +315,7 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(
-                f"training.arguments.{name} is not one of transformers' TrainingArguments{hint}"
-            )
+            raise ConfigError(f"training.arguments.{name} is not one of transformers' TrainingArguments{hint}")
         arguments[name] = value
     try:
         return TrainingArguments(**arguments)

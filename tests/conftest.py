@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-WORDS = "the cat sat on mat and a river ran through old town sea dogs".split()
+WORDS = ["the", "cat", "sat", "on", "mat", "and", "a", "river", "ran", "through", "old", "town", "sea", "dogs"]
 
 
 def varied_texts(count: int, seed: int = 0) -> list[str]:

@@ -65,8 +65,8 @@ class CachedDataset(Dataset[Records]):
     ) -> None:
         if pairs and len(manifest.record.columns) < 2:
             raise ConfigError(
-                f"views=pair needs two texts a record, but corpus {manifest.record.name!r} has only the column "
-                f"{manifest.record.columns[0]!r}; build it with --text-key FIRST,SECOND"
+                f"views=pair needs two texts a record, but corpus {manifest.record.name!r} has only the "
+                f"column {manifest.record.columns[0]!r}; build it with --text-key FIRST,SECOND"
             )
         self.cache_path = cache.path
         self.space_slug = space.slug
@@ -139,20 +139,20 @@ def _refuse_missing(space: SpaceView, corpus: str, rows: npt.NDArray[np.int64]) 
     quarantined = [row for row in absent.tolist() if row in refused]
     if len(quarantined) == len(absent):
         raise MissingRows(
-            f"{len(absent)} texts of corpus {corpus!r} have no vector in {space.slug}: they are quarantined, the "
-            f"first because {refused[quarantined[0]]}; leave them out of the corpus and build it again"
+            f"{len(absent)} texts of corpus {corpus!r} have no vector in {space.slug}: they are quarantined, "
+            f"the first because {refused[quarantined[0]]}; leave them out of the corpus and build it again"
         )
     raise MissingRows(
         f"{len(absent)} of {len(rows)} texts of corpus {corpus!r} have no vector in {space.slug} "
-        f"({len(quarantined)} of them quarantined); run `tcache build` with this corpus and teacher to fill them"
+        f"({len(quarantined)} of them quarantined); run `tcache build` with this corpus and teacher to fill "
+        "them"
     )
 
 
 def _probe(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> None:
-    """Compare some rows' texts with their keys, so that a mixed-up cache is noticed before training, not after."""
-    chosen = (
-        rows[np.unique(np.linspace(0, len(rows) - 1, PROBED_ROWS).astype(np.int64))] if len(rows) else rows
-    )
+    """Compare some rows' texts with their keys: a mixed-up cache is noticed before training, not after."""
+    places = np.unique(np.linspace(0, len(rows) - 1, min(PROBED_ROWS, len(rows))).astype(np.int64))
+    chosen = rows[places]
     texts = cache.texts(chosen)
     stored = [key.tobytes() for key in cache.texts_table.read_keys(chosen)]
     if stored != text_keys(texts) or not np.array_equal(cache.lookup(texts), chosen):
@@ -179,9 +179,7 @@ class Collator:
 
     def __call__(self, records: Records) -> dict[str, Tensor]:
         texts = [self.prompt + text for text in records.texts] if self.prompt else records.texts
-        tokens = self.tokenizer(
-            texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
-        )
+        tokens = self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
         ids, mask = tokens["input_ids"], tokens["attention_mask"]
         return {
             "input_ids": ids.repeat(self.repeat, 1),

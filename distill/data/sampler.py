@@ -42,8 +42,8 @@ class StreamingSampler(Sampler[list[int]]):
     ) -> None:
         if records < 1 or batch < 1 or window < batch or not 0 <= rank < ranks:
             raise ValueError(
-                f"expected records >= 1, 1 <= batch <= window and 0 <= rank < ranks; found records {records}, "
-                f"batch {batch}, window {window}, rank {rank} of {ranks}"
+                f"expected records >= 1, 1 <= batch <= window and 0 <= rank < ranks; found records "
+                f"{records}, batch {batch}, window {window}, rank {rank} of {ranks}"
             )
         self.records = records
         self.batch = batch

@@ -17,8 +17,8 @@ def model_card(record: Mapping[str, Any]) -> str:
         f"The vectors ({space['dims']} numbers) live in the teacher's space `{space['slug']}`: they can be "
         "compared with the teacher's own."
         if projected
-        else f"The vectors ({student['dim']} numbers) live in the student's own space, which was shaped after "
-        f"the teacher's `{space['slug']}`; do not compare them with the teacher's vectors."
+        else f"The vectors ({student['dim']} numbers) live in the student's own space, which was shaped "
+        f"after the teacher's `{space['slug']}`; do not compare them with the teacher's vectors."
     )
     lines = [
         "---",
@@ -50,8 +50,8 @@ def model_card(record: Mapping[str, Any]) -> str:
         f"| Corpus | {corpus['name']}: {corpus['records']:,} records, {corpus['distinct']:,} distinct texts, "
         f"digest `{corpus['fingerprint']}` |",
         f"| Method | {record['objective']['name']}, sharpness {record['sharpness']['name']} |",
-        f"| Training | {record['steps']:,} steps of {record['training']['per_device_train_batch_size']} records, "
-        f"learning rate {record['training']['learning_rate']:g}, {record['precision']}, seed "
+        f"| Training | {record['steps']:,} steps of {record['training']['per_device_train_batch_size']} "
+        f"records, learning rate {record['training']['learning_rate']:g}, {record['precision']}, seed "
         f"{record['training']['seed']} |",
         "",
     ]
@@ -59,7 +59,7 @@ def model_card(record: Mapping[str, Any]) -> str:
     if agreement:
         before, after = agreement["before"], agreement["after"]
         lines += [
-            f"Agreement with the teacher on {after['texts']} texts of the corpus that were held out of training:",
+            f"Agreement with the teacher on {after['texts']} texts of the corpus that were not trained on:",
             "",
             "| | before | after |",
             "|---|---|---|",

@@ -56,14 +56,12 @@ def export(
     trained = expected_vectors(student, projection, normalize, texts)
     lengths = np.linalg.norm(exported, axis=1) * np.linalg.norm(trained, axis=1)
     worst = float(((exported * trained).sum(axis=1) / np.maximum(lengths, 1e-12)).min())
-    same_length = np.allclose(
-        np.linalg.norm(exported, axis=1), np.linalg.norm(trained, axis=1), rtol=LENGTH_TOLERANCE
-    )
+    same_length = np.allclose(np.linalg.norm(exported, axis=1), np.linalg.norm(trained, axis=1), rtol=LENGTH_TOLERANCE)
     if not (worst >= MIN_COSINE and same_length):
         raise ExportError(
-            f"the exported student gives other vectors than the trained one: smallest cosine {worst:.6f} over "
-            f"{len(texts)} texts, expected at least {MIN_COSINE}, lengths {'equal' if same_length else 'differ'}; "
-            f"see {writing}"
+            f"the exported student gives other vectors than the trained one: smallest cosine {worst:.6f} "
+            f"over {len(texts)} texts, expected at least {MIN_COSINE}, lengths "
+            f"{'equal' if same_length else 'differ'}; see {writing}"
         )
     shutil.rmtree(folder, ignore_errors=True)
     writing.rename(folder)
@@ -103,9 +101,7 @@ def _write(student: Student, projection: torch.Tensor | None, normalize: bool, f
         modules.append(dense)
     if normalize:
         modules.append(Normalize())
-    prompts = (
-        {"prompts": {"default": student.prompt}, "default_prompt_name": "default"} if student.prompt else {}
-    )
+    prompts = {"prompts": {"default": student.prompt}, "default_prompt_name": "default"} if student.prompt else {}
     model = SentenceTransformer(modules=modules, device="cpu", **prompts)
     model.save_pretrained(str(folder), create_model_card=False)
     if options:  # for whoever loads the folder; the library honours the key and does not write it

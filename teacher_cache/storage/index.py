@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import lmdb
 import numpy as np
@@ -84,11 +83,15 @@ def row_value(row: int) -> bytes:
 
 
 class _Environment:
-    """A process's one handle of an index; it closes when the last `Index` that uses it lets go."""
+    """A process's one handle of an index; it closes when the last `Index` that uses it lets go.
+
+    Counted, not left to the garbage collector: LMDB must have closed before the same file is opened again.
+    """
 
     def __init__(self, folder: Path, *, writable: bool) -> None:
         self.folder = folder
         self.pid = os.getpid()
+        self.users = 0
         # A grown map moves: no transaction of another thread may be open then.
         self.lock = threading.RLock()
         self._open(writable=writable)
@@ -108,8 +111,7 @@ class _Environment:
             self.databases = {name: self.env.open_db(name.encode(), create=writable) for name in DATABASES}
         except lmdb.ReadonlyError as error:
             raise CacheError(
-                f"not allowed to open the index at {self.folder}: {error}; even a reader writes to "
-                "its lock.mdb"
+                f"not allowed to open the index at {self.folder}: {error}; even a reader writes to its lock.mdb"
             ) from error
         except lmdb.Error as error:
             if _is_disk_full(error):
@@ -133,32 +135,49 @@ class _Environment:
             return self.env.begin(write=write)
 
 
-_environments: WeakValueDictionary[tuple[int, int], _Environment] = WeakValueDictionary()
-_opening = threading.Lock()
+# By device and file number of data.mdb, as a path has many spellings and may come to mean another file.
+_environments: dict[tuple[int, int], _Environment] = {}
+_registry = threading.RLock()  # the garbage collector may close one index while another is being opened
 
 
-def _shared_environment(folder: Path, *, writable: bool) -> _Environment:
-    """This process's environment of the index in `folder`, known by its file: paths have many spellings."""
-    with _opening:
-        try:
-            status = os.stat(folder / "data.mdb")
-        except FileNotFoundError:
-            if not writable:
-                raise CacheNotFound(
-                    f"no index at {folder}: not a teacher cache, or its index was deleted"
-                ) from None
-        else:
-            known = _environments.get((status.st_dev, status.st_ino))
-            if known is not None and known.pid == os.getpid():
-                if writable:
-                    known.make_writable()
-                return known
-            if known is not None:
-                known.env.close()  # inherited by fork: only this process's copy goes
-        environment = _Environment(folder, writable=writable)
-        status = os.stat(folder / "data.mdb")
-        _environments[status.st_dev, status.st_ino] = environment
-        return environment
+def _acquire(folder: Path, *, writable: bool) -> _Environment:
+    """This process's environment of the index in `folder`; give it back with `_release`."""
+    with _registry:
+        known = _known(folder)
+        if known is None:
+            if not writable and not (folder / "data.mdb").exists():
+                raise CacheNotFound(f"no index at {folder}: not a teacher cache, or its index was deleted")
+            known = _Environment(folder, writable=writable)
+            _environments[_file_of(folder)] = known
+        elif writable:
+            known.make_writable()
+        known.users += 1
+        return known
+
+
+def _known(folder: Path) -> _Environment | None:
+    try:
+        found = _environments.get(_file_of(folder))
+    except FileNotFoundError:
+        return None
+    if found is not None and found.pid != os.getpid():
+        found.env.close()  # inherited by fork: only this process's copy of the handle goes
+        return None
+    return found
+
+
+def _file_of(folder: Path) -> tuple[int, int]:
+    status = os.stat(folder / "data.mdb")
+    return status.st_dev, status.st_ino
+
+
+def _release(environment: _Environment) -> None:
+    with _registry:
+        environment.users -= 1
+        if environment.users == 0:
+            environment.env.close()
+            for file in [file for file, known in _environments.items() if known is environment]:
+                del _environments[file]
 
 
 class Index:
@@ -177,13 +196,22 @@ class Index:
         self.__init__(state["folder"], writable=False)  # type: ignore[misc]
 
     def _environment(self) -> _Environment:
-        if self._shared is None or self._shared.pid != os.getpid():
-            self._shared = _shared_environment(self.folder, writable=self.writable)
+        if self._shared is not None and self._shared.pid != os.getpid():
+            self._let_go()
+        if self._shared is None:
+            self._shared = _acquire(self.folder, writable=self.writable)
         return self._shared
+
+    def _let_go(self) -> None:
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            _release(shared)
+
+    __del__ = _let_go
 
     def close(self) -> None:
         """Let go of the environment. Reading opens it again; writing is over: the lock may be another's."""
-        self._shared = None
+        self._let_go()
         self.writable = False
 
     @contextmanager
@@ -214,9 +242,7 @@ class Index:
             CacheError: nor did it then; the index is open for reading only, or LMDB refused.
         """
         if not self.writable:
-            raise CacheError(
-                f'the index at {self.folder} is not open for writing; open the cache with mode "a"'
-            )
+            raise CacheError(f'the index at {self.folder} is not open for writing; open the cache with mode "a"')
         changes = list(changes)
         shared = self._environment()
         with shared.lock:
@@ -272,9 +298,7 @@ class Index:
 
     def shards(self, array: str) -> dict[int, ShardRecord]:
         """Every shard record of one array, by shard number."""
-        return {
-            _ORDERED.unpack(key)[0]: ShardRecord.unpack(value) for key, value in self._under("shards", array)
-        }
+        return {_ORDERED.unpack(key)[0]: ShardRecord.unpack(value) for key, value in self._under("shards", array)}
 
     def quarantined(self, space: str) -> dict[int, str]:
         """Row -> reason, for rows whose vector was refused."""

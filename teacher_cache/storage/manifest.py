@@ -110,9 +110,7 @@ class ManifestWriter:
     def _write_header(self) -> None:
         # numpy pads the header so that a first axis of any length fits in the same bytes.
         shape = (self.records, self._columns)
-        np.lib.format.write_array_header_1_0(
-            self._file, {"descr": "<i8", "fortran_order": False, "shape": shape}
-        )
+        np.lib.format.write_array_header_1_0(self._file, {"descr": "<i8", "fortran_order": False, "shape": shape})
 
     def append(self, rows: npt.NDArray[np.int64]) -> None:
         """Add `(n, k)` row numbers."""

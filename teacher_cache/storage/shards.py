@@ -194,9 +194,7 @@ class OpenShard:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < trailer:
-                    raise DamagedCache(
-                        f"{path} is cut short: {size} bytes, its chunk index alone takes {trailer}"
-                    )
+                    raise DamagedCache(f"{path} is cut short: {size} bytes, its chunk index alone takes {trailer}")
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise DamagedCache(f"{path} is gone; `tcache verify` tells what else is") from None
@@ -261,9 +259,7 @@ class ShardedArray:
             self.strings = self.metadata["data_type"] == "string"
             self.codec = _codec_from(self.metadata, inner["codecs"])
         except FileNotFoundError:
-            raise DamagedCache(
-                f"{folder / 'zarr.json'} is gone; `tcache verify` tells what else is"
-            ) from None
+            raise DamagedCache(f"{folder / 'zarr.json'} is gone; `tcache verify` tells what else is") from None
         except (KeyError, ValueError, TypeError) as error:
             raise FormatVersionError(
                 f"{folder / 'zarr.json'} is not a sharded zarr v3 array that this version reads: {error}"

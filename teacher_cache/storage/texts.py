@@ -59,17 +59,13 @@ class TextTable:
         self._read_into(keys, KEYS, self.keys, rows)
         return keys
 
-    def _read_into(
-        self, out: npt.NDArray[Any], name: str, array: ShardedArray, rows: npt.NDArray[np.int64]
-    ) -> None:
+    def _read_into(self, out: npt.NDArray[Any], name: str, array: ShardedArray, rows: npt.NDArray[np.int64]) -> None:
         shard_of = rows // self.shard_rows
         for number in np.unique(shard_of).tolist():
             wanted = np.flatnonzero(shard_of == number)
             record = self.index.shard(name, number)
             if record is None:
-                raise DamagedCache(
-                    f"the index has no record of shard {number} of {name}; run `tcache verify`"
-                )
+                raise DamagedCache(f"the index has no record of shard {number} of {name}; run `tcache verify`")
             out[wanted] = array.read_rows(number, rows[wanted] - number * self.shard_rows, record.digest)
 
 

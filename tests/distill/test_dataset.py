@@ -97,9 +97,7 @@ def test_a_corpus_of_held_out_texts_alone_is_refused(toy_cache: Path) -> None:
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_loader_processes_give_what_the_main_process_gives(
-    toy_cache: Path, tiny_student: Path, start: str
-) -> None:
+def test_loader_processes_give_what_the_main_process_gives(toy_cache: Path, tiny_student: Path, start: str) -> None:
     with TeacherCache.open(toy_cache) as cache:
         data = dataset(cache, "sentences", held_out=np.array([3, 100]))
         data[0]  # open handles must not cross into the processes

@@ -17,7 +17,7 @@ from distill.objectives.talas import Talas
 from distill.run import held_out_rows, last_checkpoint, run
 from distill.trainer import TrainingProgress
 from teacher_cache.cache import TeacherCache
-from teacher_cache.errors import CorpusNotFound, SpaceNotFound
+from teacher_cache.errors import CorpusNotFound, DiskFull, SpaceNotFound
 from tests.distill.tiny_runs import Stopped, metrics, stop_at, tiny_config
 
 
@@ -127,9 +127,9 @@ def test_progress_is_told_after_every_step(toy_cache: Path, tiny_student: Path, 
 def test_a_run_says_nothing_on_its_own(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = six_steps(toy_cache, tiny_student, tmp_path / "run", "training.max_steps=2")
+    config = six_steps(toy_cache, tiny_student, tmp_path / "run", "training.save_steps=1")
     with pytest.raises(Stopped):
-        run(config, report=stop_at(2))
+        run(config, report=stop_at(3))
     run(config)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -292,18 +292,14 @@ def test_a_checkpoint_is_not_continued_on_other_data_or_in_another_way(
     assert (folder / "checkpoint-6").is_dir()
 
 
-def test_a_record_that_is_damaged_is_named(
-    finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_a_record_that_is_damaged_is_named(finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / "run.json").write_text("{")
     with pytest.raises(RunFolderError, match=r"run\.json is not JSON"):
         run(six_steps(toy_cache, tiny_student, tmp_path / "run"))
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_holds_something_else_is_left_alone(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(RunFolderError, match="not a run folder"):
         run(six_steps(toy_cache, tiny_student, tmp_path))
@@ -342,20 +338,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 def test_a_projection_that_was_not_learned_is_refused_before_training(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
-    config = six_steps(
-        toy_cache, tiny_student, tmp_path / "run", "objective.name=simcse", "export.projection=true"
-    )
+    config = six_steps(toy_cache, tiny_student, tmp_path / "run", "objective.name=simcse", "export.projection=true")
     with pytest.raises(ConfigError, match="learned no projection"):
         run(config)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_projection_is_exported_where_it_is_asked_for(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
-    config = six_steps(
-        toy_cache, tiny_student, tmp_path / "run", "export.projection=true", "training.max_steps=2"
-    )
+def test_the_projection_is_exported_where_it_is_asked_for(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    config = six_steps(toy_cache, tiny_student, tmp_path / "run", "export.projection=true", "training.max_steps=2")
     run(config)
     dense = load_file(tmp_path / "run" / "final" / "2_Dense" / "model.safetensors")["linear.weight"]
     assert torch.equal(dense, checkpoint(tmp_path / "run", 2)["objective.heads.1.weight"])
@@ -419,9 +409,7 @@ def test_held_out_rows_depend_on_corpus_and_seed_alone(toy_cache: Path) -> None:
     assert len(rows("few")) == 0  # 60 distinct texts are too few
 
 
-def test_without_held_out_texts_there_is_no_agreement(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_without_held_out_texts_there_is_no_agreement(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     result = run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "training.max_steps=2"))
     assert result.agreement is None
     assert json.loads((tmp_path / "run" / "run.json").read_text())["agreement"] is None
@@ -433,3 +421,16 @@ def test_a_run_moved_with_its_cache_is_still_the_same_run(
     shutil.copytree(toy_cache, tmp_path / "cache")
     shutil.copytree(finished, tmp_path / "elsewhere")
     assert run(six_steps(tmp_path / "cache", tiny_student, tmp_path / "elsewhere")).finished_before
+
+
+def test_a_disk_without_room_for_a_checkpoint_ends_the_run_before_a_byte_of_it(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(toy_cache, tiny_student, tmp_path / "run", "training.save_steps=5")
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(DiskFull, match="checkpoint 5 takes"):
+            run(config)
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert run(config).steps == 12

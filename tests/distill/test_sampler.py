@@ -66,9 +66,7 @@ def test_another_epoch_and_another_seed_have_another_order() -> None:
 
 
 @given(settings(), st.integers(1, 3), st.data())
-def test_a_loaded_state_goes_on_with_the_next_batch(
-    options: dict[str, Any], ranks: int, data: st.DataObject
-) -> None:
+def test_a_loaded_state_goes_on_with_the_next_batch(options: dict[str, Any], ranks: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, ranks - 1))
     epoch = data.draw(st.integers(0, 3))
     running = StreamingSampler(**options, rank=rank, ranks=ranks)

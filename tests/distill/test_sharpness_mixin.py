@@ -69,9 +69,7 @@ def arguments(folder: Path, **options: Any) -> Any:
     }
 
 
-def train(
-    kind: Callable[..., Any], model: nn.Module, rows: list[dict[str, Tensor]], options: dict[str, Any]
-) -> Any:
+def train(kind: Callable[..., Any], model: nn.Module, rows: list[dict[str, Tensor]], options: dict[str, Any]) -> Any:
     trainer = kind(model=model, args=TrainingArguments(**options), train_dataset=rows)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -41,9 +41,7 @@ def test_every_layer_is_pooled_over_a_texts_own_tokens(
     model = tiny_student if kind == "bert" else qwen
     student = Student.load(StudentConfig(model=str(model), pooling=pooling)).eval()
     student.tokenizer.padding_side = side
-    student = Student(
-        student.encoder, student.tokenizer, pooling=pooling, max_length=student.max_length
-    ).eval()
+    student = Student(student.encoder, student.tokenizer, pooling=pooling, max_length=student.max_length).eval()
     tokens = student.tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
         layers = student(tokens["input_ids"], tokens["attention_mask"])
@@ -101,9 +99,7 @@ def test_encode_is_what_sentence_transformers_gives(minilm: Path) -> None:
     assert np.abs(ours - model.encode(texts, show_progress_bar=False)).max() < 1e-5
 
 
-def test_the_length_is_the_folders_but_at_most_256_unless_more_is_asked_for(
-    tiny_student: Path, tmp_path: Path
-) -> None:
+def test_the_length_is_the_folders_but_at_most_256_unless_more_is_asked_for(tiny_student: Path, tmp_path: Path) -> None:
     long = tiny_teachers.write_qwen3(tmp_path / "long")
     tiny_teachers.edit_json(long / "config.json", max_position_embeddings=4096)
     assert Student.load(StudentConfig(model=str(tiny_student))).max_length == 64

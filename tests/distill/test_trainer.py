@@ -228,6 +228,21 @@ def test_a_checkpoint_of_the_last_step_is_restored_without_a_further_step(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(made).items())
 
 
+def test_loader_processes_change_nothing_not_even_when_resumed(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(toy_cache, tiny_student, tmp_path / "alone", "training.save_steps=4")
+    whole = parts(config)
+    whole.trainer().train()
+    config = tiny_config(
+        toy_cache, tiny_student, tmp_path / "alone", "training.save_steps=4", "training.dataloader_num_workers=2"
+    )
+    made = parts(config)
+    resumed(made, tmp_path / "alone" / "checkpoint-8")
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(made).items())
+
+
 def test_lines_behind_the_checkpoint_and_a_torn_last_line_are_dropped(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
@@ -318,9 +333,7 @@ def test_an_argument_that_trainer_refuses_is_one_line(tmp_path: Path) -> None:
         training_arguments(config, 10)
 
 
-def test_an_epoch_without_a_whole_batch_is_refused(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_an_epoch_without_a_whole_batch_is_refused(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     config = tiny_config(
         toy_cache,
         tiny_student,

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -20,11 +19,11 @@ STEPS = 24
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[ForkServerContext]:
+def processes() -> ForkServerContext:
     """Imports what a run needs once, then forks for each start."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["distill.run", "distill.objectives.talas", "sentence_transformers"])
-    yield context
+    return context
 
 
 def config(cache: Path, student: Path, folder: Path) -> RunConfig:
@@ -48,9 +47,7 @@ def whole(toy_cache: Path, tiny_student: Path, tmp_path_factory: pytest.TempPath
 
 
 def weights(folder: Path) -> list[dict[str, torch.Tensor]]:
-    return [
-        load_file(folder / place / "model.safetensors") for place in (f"checkpoint-{STEPS}", "final")
-    ]
+    return [load_file(folder / place / "model.safetensors") for place in (f"checkpoint-{STEPS}", "final")]
 
 
 def assert_the_same_run(folder: Path, whole: Path) -> None:

@@ -433,9 +433,7 @@ def test_utf16_is_refused_at_the_first_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["c.txt.gz", "c.txt.zst", "c.parquet"])
 @pytest.mark.parametrize("damage", ["cut", "other"])
-def test_a_file_that_is_cut_off_or_not_what_its_name_says_is_refused(
-    tmp_path: Path, name: str, damage: str
-) -> None:
+def test_a_file_that_is_cut_off_or_not_what_its_name_says_is_refused(tmp_path: Path, name: str, damage: str) -> None:
     path = write_format(tmp_path, name, [f"text {i} {i * i}" for i in range(2000)])
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] if damage == "cut" else b"just words " * 99)

@@ -172,20 +172,16 @@ def test_a_transaction_that_fails_leaves_nothing(writer: Index) -> None:
         lmdb.Error(f"mdb_txn_commit: {os.strerror(122)}"),
     ],
 )
-def test_a_full_disk_is_told_as_such(
-    writer: Index, monkeypatch: pytest.MonkeyPatch, error: lmdb.Error
-) -> None:
+def test_a_full_disk_is_told_as_such(writer: Index, monkeypatch: pytest.MonkeyPatch, error: lmdb.Error) -> None:
     def fail(*arguments: object) -> None:
         raise error
 
     monkeypatch.setattr(Index, "_apply", staticmethod(fail))
-    with pytest.raises(DiskFull, match="no space left on the disk of .*index.lmdb"):
+    with pytest.raises(DiskFull, match=r"no space left on the disk of .*index.lmdb"):
         writer.commit(keys(0, 1))
 
 
-def test_threads_read_while_one_writes_and_the_map_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_read_while_one_writes_and_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "FIRST_MAP_BYTES", 64 * 1024)
     writer = Index(tmp_path / "index.lmdb", writable=True)
     writer.commit(keys(0, 1))

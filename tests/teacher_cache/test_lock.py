@@ -54,9 +54,7 @@ def test_the_lock_of_a_killed_writer_is_taken_over_with_a_notice(
     assert f"took over the writer lock of process {owner.pid} on" in caplog.text
 
 
-def test_a_lock_given_back_is_taken_without_a_notice(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lock_given_back_is_taken_without_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         WriterLock(tmp_path / "lock").release()
     assert caplog.text == ""

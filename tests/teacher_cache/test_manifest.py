@@ -76,9 +76,13 @@ def test_a_cut_row_list_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_block_that_fails_leaves_no_row_list(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), writing_manifest(tmp_path, "corpus", 1) as (writer, _):
-        writer.append(np.array([[1]]))
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        with writing_manifest(tmp_path, "corpus", 1) as (writer, _):
+            writer.append(np.array([[1]]))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -92,9 +96,7 @@ def test_a_replaced_corpus_stays_readable_for_who_holds_it(tmp_path: Path) -> No
         assert len(list((tmp_path / "cache/corpora/corpus").glob("*"))) == 1
 
 
-def test_a_corpus_replaced_between_two_looks_is_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corpus_replaced_between_two_looks_is_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built(tmp_path, ["a", "b", "c"])
     with TeacherCache.open(tmp_path / "cache") as cache:
         old = cache.corpora()
@@ -109,7 +111,7 @@ def test_a_lost_row_list_is_damage(tmp_path: Path) -> None:
     built(tmp_path, ["a"])
     with TeacherCache.open(tmp_path / "cache") as cache:
         cache.corpora()["corpus"].file(cache.path).unlink()
-        with pytest.raises(DamagedCache, match="row list of corpus 'corpus' .* build it again"):
+        with pytest.raises(DamagedCache, match=r"row list of corpus 'corpus' .* build it again"):
             cache.corpus()
 
 
@@ -121,14 +123,12 @@ def test_a_corpus_is_found_by_name_or_as_the_only_one(tmp_path: Path) -> None:
         assert cache.corpus("two").record.records == 2
         with pytest.raises(CorpusNotFound, match=r"say which corpus of .*; it has: one, two"):
             cache.corpus()
-        with pytest.raises(CorpusNotFound, match="no corpus 'three' in .*; it has: one, two"):
+        with pytest.raises(CorpusNotFound, match=r"no corpus 'three' in .*; it has: one, two"):
             cache.corpus("three")
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "", ".hidden", "a/b", "a b", "x\n", "-x", "é", "x" * 101])
-def test_a_name_that_could_leave_its_folder_is_refused_before_anything_is_written(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_name_that_could_leave_its_folder_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(CacheError, match="cannot name a corpus"):
         built(tmp_path / "work", ["a"], name=name)
     assert not (tmp_path / "x").exists()

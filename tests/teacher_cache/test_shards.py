@@ -33,9 +33,7 @@ def numbers(folder: Path, *, compressed: bool = True, dtype: str = "<f2") -> Sha
 
 
 def strings(folder: Path) -> ShardedArray:
-    return ShardedArray.create(
-        folder, width=None, dtype="str", shard_rows=SHARD, chunk_rows=CHUNK, compressed=True
-    )
+    return ShardedArray.create(folder, width=None, dtype="str", shard_rows=SHARD, chunk_rows=CHUNK, compressed=True)
 
 
 def values(rows: int, seed: int = 0) -> npt.NDArray[np.float16]:
@@ -101,9 +99,7 @@ def test_any_present_rows_come_back_in_any_order(data: st.DataObject, compressed
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=SHARD, max_size=SHARD)))
     rows = values(SHARD, seed=data.draw(st.integers(0, 9)))
     places = np.flatnonzero(mask).tolist()
-    asked = np.array(
-        data.draw(st.lists(st.sampled_from(places), max_size=40)) if places else [], dtype=np.intp
-    )
+    asked = np.array(data.draw(st.lists(st.sampled_from(places), max_size=40)) if places else [], dtype=np.intp)
     with passing_folder() as folder:
         array = numbers(Path(folder) / "a", compressed=compressed)
         receipt = array.write_shard(0, rows, mask)
@@ -248,7 +244,7 @@ def test_a_full_disk_leaves_the_old_shard_and_no_temporary(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, call, no_space)
-    with pytest.raises(DiskFull, match="no space left on the disk of .*a/c/0.*committed before is intact"):
+    with pytest.raises(DiskFull, match=r"no space left on the disk of .*a/c/0.*committed before is intact"):
         array.write_shard(0, values(SHARD, 1), full())
     assert files(tmp_path) == before
 
@@ -268,9 +264,14 @@ def test_another_error_of_the_disk_is_itself_and_leaves_no_temporary(
 
 def test_a_block_that_fails_replaces_nothing(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "x") as file:
-        file.write(b"new")
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with replacing(tmp_path / "x") as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert files(tmp_path) == {str(tmp_path / "x"): b"old"}
 
 

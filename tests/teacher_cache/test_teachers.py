@@ -143,9 +143,7 @@ class TestPooling:
 
     def test_it_sums_half_precision_in_float32(self) -> None:
         hidden = torch.full((1, 4, 1), 60000.0, dtype=torch.float16)
-        assert pool(hidden, torch.ones(1, 4, dtype=torch.int64), "mean").item() == pytest.approx(
-            60000, rel=1e-3
-        )
+        assert pool(hidden, torch.ones(1, 4, dtype=torch.int64), "mean").item() == pytest.approx(60000, rel=1e-3)
 
     def test_positions_count_from_the_first_real_token(self) -> None:
         mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
@@ -201,9 +199,7 @@ class TestResolve:
             "heavy = {'torch', 'transformers', 'sentence_transformers', 'safetensors'} & set(sys.modules)\n"
             "sys.exit(f'imported {heavy}' if heavy else 0)"
         )
-        result = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-        )
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
         assert result.returncode == 0, result.stderr
 
     def test_files_decide_pooling_length_and_sides(self, models: dict[str, Path]) -> None:
@@ -224,9 +220,7 @@ class TestResolve:
         assert spec.space.teacher == "tiny-bert"
         assert spec.folder == models["bert"].resolve()
 
-    def test_a_folder_with_a_familys_name_gets_its_defaults(
-        self, models: dict[str, Path], tmp_path: Path
-    ) -> None:
+    def test_a_folder_with_a_familys_name_gets_its_defaults(self, models: dict[str, Path], tmp_path: Path) -> None:
         shutil.copytree(models["qwen3"], tmp_path / "Qwen3-Embedding-4B")
         space = resolve(in_float32(tmp_path / "Qwen3-Embedding-4B", prompt_name="query")).space
         assert (space.padding_side, space.pooling) == ("left", "last_token")
@@ -241,17 +235,13 @@ class TestResolve:
         assert resolve(in_float32(folder, prompt_name="passage")).space.prompt == "passage: "
         assert resolve(in_float32(folder, prompt="")).space.prompt == ""
 
-    def test_a_default_prompt_of_the_folder_is_honoured(
-        self, models: dict[str, Path], tmp_path: Path
-    ) -> None:
+    def test_a_default_prompt_of_the_folder_is_honoured(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "copy")
         tiny_teachers.edit_json(folder / "config_sentence_transformers.json", default_prompt_name="query")
         assert resolve(in_float32(folder)).space.prompt == "the river "
         assert resolve(in_float32(folder, prompt="")).space.prompt == ""
 
-    def test_empty_placeholders_do_not_hide_a_familys_prompts(
-        self, models: dict[str, Path], tmp_path: Path
-    ) -> None:
+    def test_empty_placeholders_do_not_hide_a_familys_prompts(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "e5-small-v2")
         prompts = {"query": "", "document": ""}
         tiny_teachers.edit_json(folder / "config_sentence_transformers.json", prompts=prompts)
@@ -283,9 +273,7 @@ class TestResolve:
         assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize(("given_name", "torch_name"), [("bf16", "bfloat16"), ("fp16", "float16")])
-    def test_precisions_have_short_names(
-        self, models: dict[str, Path], given_name: str, torch_name: str
-    ) -> None:
+    def test_precisions_have_short_names(self, models: dict[str, Path], given_name: str, torch_name: str) -> None:
         options = replace(in_float32(models["bert"]), dtype=given_name)
         assert resolve(options).space.dtype == torch_name
 
@@ -321,9 +309,7 @@ class TestResolve:
         with pytest.raises(TeacherError, match="1 weight files are missing"):
             resolve(in_float32(folder))
 
-    def test_an_activation_the_library_would_replace_is_refused(
-        self, models: dict[str, Path], tmp_path: Path
-    ) -> None:
+    def test_an_activation_the_library_would_replace_is_refused(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "copy")
         tiny_teachers.edit_json(folder / "2_Dense" / "config.json", activation_function="own.module.Swish")
         with pytest.raises(TeacherError, match=r"own\.module\.Swish"):
@@ -387,9 +373,7 @@ class TestHub:
         return calls
 
     def test_an_unknown_name_is_one_line_with_the_nearest_names(self, hub: list[Any]) -> None:
-        with pytest.raises(
-            TeacherError, match=r"unknown teacher 'bge-m4'.*bge-m3.*not found on the hub \("
-        ) as e:
+        with pytest.raises(TeacherError, match=r"unknown teacher 'bge-m4'.*bge-m3.*not found on the hub \(") as e:
             resolve(TeacherOptions(model="bge-m4"))
         assert "\n" not in str(e.value)
 
@@ -413,9 +397,7 @@ class TestHub:
             resolve(TeacherOptions(model=path))
         assert hub == []
 
-    def test_offline_the_answer_names_the_switch(
-        self, hub: list[Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_offline_the_answer_names_the_switch(self, hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         from huggingface_hub import constants
 
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -442,9 +424,7 @@ class TestHub:
 
 
 class TestLoading:
-    def test_a_checkpoint_without_some_weights_is_refused(
-        self, models: dict[str, Path], tmp_path: Path
-    ) -> None:
+    def test_a_checkpoint_without_some_weights_is_refused(self, models: dict[str, Path], tmp_path: Path) -> None:
         for name in ("bert", "st"):
             folder = shutil.copytree(models[name], tmp_path / name)
             weights = load_file(folder / "model.safetensors")
@@ -476,9 +456,7 @@ class TestLoading:
         with pytest.raises(TeacherError, match="not on this machine"):
             load_teacher(replace(spec, folder=tmp_path / "gone"))
 
-    def test_an_absent_library_names_the_extra(
-        self, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_absent_library_names_the_extra(self, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "sentence_transformers", None)
         with pytest.raises(MissingDependency, match=r"pip install 'teacher-cache\[train\]'"):
             load_teacher(resolve(in_float32(models["st"])))
@@ -567,9 +545,7 @@ class TestRepair:
         assert not encoded.repaired.any()
         assert "does not fit" in caplog.text
 
-    def test_weights_that_hold_nan_give_rows_that_are_not_finite(
-        self, models: dict[str, Path], tmp_path: Path
-    ) -> None:
+    def test_weights_that_hold_nan_give_rows_that_are_not_finite(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "nan")
         weights = load_file(folder / "model.safetensors")
         weights["embeddings.LayerNorm.weight"][0] = float("nan")
@@ -603,9 +579,7 @@ class WordIds:
 
 
 class TestBatching:
-    def encoder(
-        self, fits: int, batch_tokens: int | None = None
-    ) -> tuple[BatchedEncoder, list[tuple[int, int]]]:
+    def encoder(self, fits: int, batch_tokens: int | None = None) -> tuple[BatchedEncoder, list[tuple[int, int]]]:
         """An encoder whose device holds `fits` padded tokens, and the shapes that went through it."""
         shapes: list[tuple[int, int]] = []
 
@@ -617,9 +591,7 @@ class TestBatching:
             return torch.stack([ids.sum(dim=1).float(), torch.ones(len(ids))], dim=1)
 
         space = resolve(TeacherOptions(model="toy", dims=2, normalize=False, max_length=100)).space
-        encoder = BatchedEncoder(
-            space, torch.device("cpu"), lambda _: LoadedModel(forward, WordIds()), batch_tokens
-        )
+        encoder = BatchedEncoder(space, torch.device("cpu"), lambda _: LoadedModel(forward, WordIds()), batch_tokens)
         shapes.clear()
         return encoder, shapes
 

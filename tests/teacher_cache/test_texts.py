@@ -64,9 +64,14 @@ def test_a_row_exists_for_readers_only_once_its_shard_is_committed(tmp_path: Pat
 
 def test_a_block_that_fails_keeps_whole_shards_and_nothing_else(tmp_path: Path) -> None:
     with TeacherCache.open(tmp_path / "cache", "a", shard_rows=8) as cache:
-        with pytest.raises(KeyboardInterrupt), cache.appending() as appender:
-            appender.add(numbered(11))
-            raise KeyboardInterrupt
+
+        def interrupted() -> None:
+            with cache.appending() as appender:
+                appender.add(numbered(11))
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
         assert cache.rows == 8
         with cache.appending() as appender:
             assert appender.add(["other", *numbered(11)]).tolist() == [8, *range(8), 9, 10, 11]
@@ -74,20 +79,23 @@ def test_a_block_that_fails_keeps_whole_shards_and_nothing_else(tmp_path: Path) 
 
 def test_a_full_disk_leaves_what_was_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with TeacherCache.open(tmp_path / "cache", "a", shard_rows=8) as cache:
-        with cache.appending() as appender:
-            appender.add(numbered(5))
+
+        def add(count: int) -> None:
+            with cache.appending() as appender:
+                appender.add(numbered(count))
 
         def full(*arguments: object) -> None:
             raise DiskFull("no space left")
 
+        add(5)
         for owner, call in ((Index, "commit"), (ShardedArray, "write_shard")):
-            with monkeypatch.context() as patch, pytest.raises(DiskFull), cache.appending() as appender:
-                patch.setattr(owner, call, full)
-                appender.add(numbered(30))
+            monkeypatch.setattr(owner, call, full)
+            with pytest.raises(DiskFull):
+                add(30)
+            monkeypatch.undo()
             assert cache.rows == 5
             assert cache.texts(np.arange(5)) == numbered(5)
-        with cache.appending() as appender:
-            appender.add(numbered(30))
+        add(30)
         assert cache.texts(np.arange(30)) == numbered(30)
 
 

@@ -237,9 +237,11 @@ def test_a_check_beside_a_writer_finds_no_damage(tmp_path: Path) -> None:
     done = threading.Event()
 
     def write() -> None:
-        for start in range(0, 200, 10):
-            built(tmp_path, numbered(10 + start % 7, start=100 + start), name="growing")
-        done.set()
+        try:
+            for start in range(0, 200, 10):
+                built(tmp_path, numbered(10 + start % 7, start=100 + start), name="growing")
+        finally:
+            done.set()
 
     writer = threading.Thread(target=write)
     writer.start()

@@ -1,0 +1,283 @@
+"""The documentation says what is there: links, names, defaults, and examples that run."""
+
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from cli.distill import main as distill
+from cli.tcache import main as tcache
+from distill.config import RunConfig, TrainingConfig, _flat
+from teacher_cache.space import LABELS, EmbeddingSpace
+from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.index import DATABASES
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+WITH_README = [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md") if (ROOT / name).exists())]
+GROUPS: dict[str, click.Group] = {"tcache": tcache, "distill": distill}
+COMMANDS = [(group, name) for group, commands in GROUPS.items() for name in commands.commands]
+
+_FENCE = re.compile(r"^(`{3,})([^\n]*)\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """`(info string, body)` of every fenced block."""
+    return [(found[2].strip(), found[3]) for found in _FENCE.finditer(text_of(page))]
+
+
+def slug(heading: str) -> str:
+    """The anchor that a heading gets."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def sections(page: Path) -> dict[str, str]:
+    """Anchor -> text under that heading, up to the next heading of the same or a higher level."""
+    text = _FENCE.sub(lambda found: re.sub(r"^#", " #", found[0], flags=re.MULTILINE), text_of(page))
+    headings = list(re.finditer(r"^(#+) (.*)$", text, re.MULTILINE))
+    found = {}
+    for number, heading in enumerate(headings):
+        later = (other for other in headings[number + 1 :] if len(other[1]) <= len(heading[1]))
+        end = next((other.start() for other in later), len(text))
+        found[slug(heading[2])] = text[heading.end() : end]
+    return found
+
+
+def table(section: str) -> dict[str, list[str]]:
+    """First cell, without its backticks, -> the other cells, of every table row that starts with code."""
+    rows = {}
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            first, *rest = [cell.strip().strip("`") for cell in line.strip("| ").split(" | ")]
+            rows[first] = rest
+    return rows
+
+
+def code(page: Path) -> Iterator[str]:
+    """Inline code, and the lines of blocks that are not Python."""
+    prose = _FENCE.sub("", text_of(page))
+    yield from re.findall(r"`([^`\n]+)`", prose)
+    for info, body in blocks(page):
+        if not info.startswith("python"):
+            yield from body.splitlines()
+
+
+def as_yaml(value: Any) -> Any:
+    return yaml.safe_load(yaml.safe_dump(value))
+
+
+# Links
+
+
+@pytest.mark.parametrize("page", WITH_README, ids=page_id)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", text_of(page))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in sections(linked), target
+
+
+@pytest.mark.parametrize("page", WITH_README, ids=page_id)
+def test_every_file_of_the_repository_that_is_named_exists(page: Path) -> None:
+    for words in code(page):
+        for path in re.findall(r"(?<![\w./-])(?:tests|docs|benchmarks|\.ci)/[\w./-]*\w", words):
+            assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", WITH_README, ids=page_id)
+def test_every_object_that_is_named_by_its_module_exists(page: Path) -> None:
+    for words in re.findall(r"`((?:teacher_cache|distill|cli)(?:\.\w+)+)`", text_of(page)):
+        module, _, name = words.rpartition(".")
+        try:
+            importlib.import_module(words)
+        except ModuleNotFoundError:
+            assert hasattr(importlib.import_module(module), name), words
+
+
+def test_every_page_can_be_reached_from_the_index() -> None:
+    reached, waiting = set(), [DOCS / "index.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached:
+            reached.add(page)
+            links = re.findall(r"\]\(([^)\s#]+\.md)[^)]*\)", text_of(page))
+            waiting += [(page.parent / link).resolve() for link in links]
+    assert [page_id(page) for page in PAGES if page not in reached] == []
+
+
+# Commands
+
+
+def options(command: click.Command) -> list[str]:
+    return [
+        flag
+        for option in command.params
+        if isinstance(option, click.Option)
+        for flag in [*option.opts, *option.secondary_opts]
+    ]
+
+
+@pytest.mark.parametrize(("group", "name"), COMMANDS)
+def test_every_command_has_a_section_with_all_its_options(group: str, name: str) -> None:
+    page = sections(DOCS / "cli.md")
+    section = page[f"{group}-{name}"]
+    linked = [page[anchor] for anchor in re.findall(r"\]\(#([\w-]+)\)", section)]
+    told = re.findall(r"`(--?[\w-]+)`", "\n".join([section, *linked, page["options-of-every-command"]]))
+    assert [flag for flag in options(GROUPS[group].commands[name]) if flag not in told] == []
+
+
+@pytest.mark.parametrize(("group", "name"), COMMANDS)
+def test_a_command_s_section_names_no_option_that_it_lacks(group: str, name: str) -> None:
+    section = sections(DOCS / "cli.md")[f"{group}-{name}"]
+    training = {f"--{field.name.replace('_', '-')}" for field in fields(TrainingConfig)} | {"--bf16", "--fp16"}
+    known = {*options(GROUPS[group].commands[name]), *(training if name == "run" else ())}
+    assert set(re.findall(r"`(--?[a-z][\w-]*)", section)) <= known
+
+
+@pytest.mark.parametrize("page", WITH_README, ids=page_id)
+def test_no_page_names_a_command_that_does_not_exist(page: Path) -> None:
+    for words in code(page):
+        for group, name in re.findall(r"(?<![\w./-])(tcache|distill) ([a-z][\w-]*)", words):
+            assert name in GROUPS[group].commands, f"{group} {name}"
+
+
+@pytest.mark.parametrize("page", WITH_README, ids=page_id)
+def test_no_page_types_an_option_that_does_not_exist(page: Path) -> None:
+    training = {field.name.replace("_", "-") for field in fields(TrainingConfig)} | {"bf16", "fp16"}
+    for words in code(page):
+        for command in re.finditer(r"(?<![\w./-])(tcache|distill) ([a-z][\w-]*)( [^|;&]*)?", words):
+            known = {flag.lstrip("-") for flag in options(GROUPS[command[1]].commands[command[2]])}
+            known |= {"help"} | (training if command[2] == "run" else set())
+            for flag in re.findall(r"(?<!\S)--([\w-]+)", command[3] or ""):
+                assert flag.replace("_", "-") in known, command[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "report"),
+    [
+        ("tcache-build", "teacher_cache.build:BuildReport"),
+        ("tcache-plan", "teacher_cache.plan:Plan"),
+        ("tcache-verify", "teacher_cache.verify:Verdict"),
+        ("tcache-doctor", "teacher_cache.doctor:Finding"),
+        ("distill-run", "distill.run:RunResult"),
+        ("distill-demo", "distill.demo:DemoResult"),
+    ],
+)
+def test_the_names_of_a_command_s_json_are_told(command: str, report: str) -> None:
+    module, _, name = report.partition(":")
+    told = re.findall(r"`(\w+)`", sections(DOCS / "cli.md")[command].partition("JSON:")[2])
+    assert [field.name for field in fields(getattr(importlib.import_module(module), name))] != []
+    assert {field.name for field in fields(getattr(importlib.import_module(module), name))} <= set(told)
+
+
+# Tables
+
+
+def test_settings_and_their_defaults_are_those_of_the_dataclasses() -> None:
+    told = {key: yaml.safe_load(cells[0]) for key, cells in table(sections(DOCS / "training.md")["settings"]).items()}
+    settings = asdict(RunConfig())
+    expected = {key: as_yaml(value) for key, value in _flat(settings).items()}
+    expected |= {"objective.options": {}, "training.arguments": {}}  # empty groups have no keys of their own
+    assert told == expected
+
+
+@pytest.mark.parametrize(("anchor", "objective"), [("talas", "talas"), ("simcse", "simcse")])
+def test_options_of_an_objective_and_their_defaults_are_those_of_its_class(anchor: str, objective: str) -> None:
+    from distill.objectives import load_objective
+
+    signature = inspect.signature(load_objective(objective).__init__)
+    expected = {
+        name: as_yaml(option.default)
+        for name, option in signature.parameters.items()
+        if option.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    section = sections(DOCS / "training.md")[anchor]
+    assert {key: yaml.safe_load(cells[0]) for key, cells in table(section).items()} == expected
+
+
+def test_every_objective_has_a_section() -> None:
+    from distill.objectives import OBJECTIVES
+
+    assert set(OBJECTIVES) <= set(sections(DOCS / "training.md"))
+
+
+def test_sharpness_presets_are_those_of_the_table() -> None:
+    from distill.sharpness import PRESETS
+
+    page = sections(DOCS / "training.md")["sharpness"].partition("What is known of it")[0]
+    told = {name: cells[1:] for name, cells in table(page).items()}
+    assert told.pop("none") == ["", ""]
+    assert {
+        name: {key: float(value) for key, value in zip(("rho", "eta"), cells, strict=True) if value}
+        for name, cells in told.items()
+    } == {name: {key: value for key, value in preset.items() if key != "scaling"} for name, preset in PRESETS.items()}
+
+
+def test_fields_of_a_space_are_told_with_their_part_in_the_fingerprint() -> None:
+    told = {field: cells[0] for field, cells in table(sections(DOCS / "cache-format.md")["embedding-space"]).items()}
+    assert told == {field.name: "no" if field.name in LABELS else "yes" for field in fields(EmbeddingSpace)}
+
+
+def test_number_formats_and_their_bounds_are_told() -> None:
+    told = table(sections(DOCS / "cache-format.md")["number-formats"])
+    assert {name: (float(cells[1].strip("`")), float(cells[2].strip("`"))) for name, cells in told.items()} == {
+        name: (form.max_cosine_error, form.max_norm_error) for name, form in FORMATS.items()
+    }
+
+
+def test_databases_of_the_index_are_told() -> None:
+    assert set(table(sections(DOCS / "cache-format.md")["indexlmdb"])) == set(DATABASES)
+
+
+def test_the_nine_tasks_and_their_domains_are_told() -> None:
+    from distill.evaluation.evaluator import NINE
+
+    told = {name: (cells[0], cells[1]) for name, cells in table(sections(DOCS / "evaluation.md")["tasks"]).items()}
+    assert told == NINE
+
+
+# Examples
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in WITH_README if any(info == "python run" for info, _ in blocks(page))], ids=page_id
+)
+def test_examples_marked_run_do_run(page: Path, tmp_path: Path) -> None:
+    """Blocks `python file=NAME` are written to a folder, blocks `python run` run there, one after the other."""
+    program = []
+    for info, body in blocks(page):
+        if info.startswith("python file="):
+            (tmp_path / info.removeprefix("python file=")).write_text(body, encoding="utf-8")
+        elif info == "python run":
+            program.append(body)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    for number, body in enumerate(program):
+        folder = tmp_path / f"example-{number}"
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", body], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{body}\n{done.stderr}"
