@@ -25,7 +25,11 @@ class RunCommand(click.Command):
         from distill.config import TrainingConfig
 
         return [
-            click.Option([f"--{field.name.replace('_', '-')}", field.name], metavar=str(field.default).upper())
+            click.Option(
+                [f"--{field.name.replace('_', '-')}", field.name],
+                metavar=str(getattr(field.type, "__name__", field.type)).upper(),
+                help=f"[default: {field.default}]",
+            )
             for field in fields(TrainingConfig)
             if field.name != "arguments"
         ]

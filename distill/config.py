@@ -109,10 +109,12 @@ class ExportConfig:
     """What `final/` holds.
 
     Attributes:
+        format: a name of `distill list exports`.
         projection: add the learned projection, so that the student's vectors lie in the teacher's space.
         normalize: end with unit length.
     """
 
+    format: str = "sentence_transformer"
     projection: bool = False
     normalize: bool = True
 

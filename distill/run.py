@@ -23,8 +23,8 @@ from distill.config import RunConfig
 from distill.data.dataset import CachedDataset, Collator
 from distill.errors import ConfigError, NeedsNotMet, RunFolderError
 from distill.evaluation.agreement import Agreement, agreement
+from distill.export import load_export
 from distill.export.card import model_card
-from distill.export.sentence_transformer import export
 from distill.objectives import load_objective
 from distill.objectives.base import Objective
 from distill.sharpness import build_sharpness
@@ -110,7 +110,9 @@ def run(
         student = Student.load(config.student)
         set_seed(config.training.seed)  # before the first random weight
         objective = _objective(config, student, space)
-        _projection(config, objective)  # refused before training rather than after
+        # Refused before training rather than after.
+        _projection(config, objective)
+        export = load_export(config.export.format)
         held_out = held_out_rows(config, manifest, cache.rows)
         pairs = getattr(objective, "views", "dropout") == "pair" and objective.needs.views == 2
         dataset = CachedDataset(cache, space, manifest, held_out=held_out, pairs=pairs)

@@ -196,8 +196,7 @@ class SpaceView:
         good = np.array([place not in checked.refused for place in range(len(rows))], dtype=bool)
         refused = {int(rows[place]): reason for place, reason in checked.refused.items()}
         changes = [
-            Change("quarantine", quarantine_key(self.slug, row), reason.encode())
-            for row, reason in refused.items()
+            Change("quarantine", quarantine_key(self.slug, row), reason.encode()) for row, reason in refused.items()
         ]
         if good.any():
             before = self.cache.index.shard(self.array_name, number)
@@ -263,9 +262,7 @@ class TeacherCache:
         if (path / CACHE_JSON).exists():
             _check_format(path)
         elif path.exists() and (not path.is_dir() or not _is_half_made(path)):
-            raise CacheError(
-                f"{path} is not a teacher cache and not empty; choose another folder for --cache"
-            )
+            raise CacheError(f"{path} is not a teacher cache and not empty; choose another folder for --cache")
         make_folder(path)
         lock = WriterLock(path / LOCK)
         try:
@@ -388,9 +385,7 @@ class TeacherCache:
             problem = f"{self.path} has no embedding space yet"
         else:
             between = _differences([record.space for record in fitting])
-            problem = (
-                f"{self.path} has {len(fitting)} spaces that fit ({between}): say which by its full name"
-            )
+            problem = f"{self.path} has {len(fitting)} spaces that fit ({between}): say which by its full name"
         raise SpaceNotFound(f"{problem}; it has: {known}; `tcache build CORPUS --teacher T` fills one")
 
     def find_space(self, space: EmbeddingSpace) -> SpaceView | None:
@@ -412,9 +407,7 @@ class TeacherCache:
             return view
         others = [record.space for record in self.space_records().values()]
         if not others:
-            raise SpaceNotFound(
-                f"{self.path} has no embedding space yet; `tcache build CORPUS --teacher T` fills one"
-            )
+            raise SpaceNotFound(f"{self.path} has no embedding space yet; `tcache build CORPUS --teacher T` fills one")
         nearest = min(others, key=lambda other: len(space.difference(other)))
         fields = "; ".join(
             f"{name}: asked for {mine!r}, cached {theirs!r}"

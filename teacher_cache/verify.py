@@ -73,9 +73,7 @@ def verify(path: str | Path, *, deep: bool = False) -> Verdict:
             records = {name: index.shards(name) for name in arrays}
         damage: list[Damage] = []
         if keys != rows:
-            damage.append(
-                Damage("count", f"the index has {keys} text keys for {rows} rows", abs(keys - rows))
-            )
+            damage.append(Damage("count", f"the index has {keys} text keys for {rows} rows", abs(keys - rows)))
         in_texts = [
             *_check_array(cache, TEXT, table.text, records[TEXT], rows, complete=True, deep=deep),
             *_check_array(cache, KEYS, table.keys, records[KEYS], rows, complete=True, deep=deep),

@@ -83,7 +83,7 @@ def test_a_run_leaves_its_settings_its_record_its_curve_and_the_student(
     assert (record["student"]["dim"], record["student"]["layers"]) == (16, 2)
     assert (record["precision"], record["processes"]) == ("fp32", 1)
     assert (record["steps"], record["resumed_from"]) == (6, 0)
-    assert record["export"] == {"projection": False, "normalize": True}
+    assert record["export"] == {"format": "sentence_transformer", "projection": False, "normalize": True}
     assert record["exported"]["smallest_cosine"] > 0.9999
     assert record["exported"]["texts"] == 50
     assert record["agreement"]["after"]["texts"] == record["agreement"]["before"]["texts"] == 45

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import pickle
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +35,16 @@ TEXTS = numbered(20)
 QUERY = TeacherOptions(model="toy", prompt="query: ")
 
 
+@pytest.fixture(scope="module")
+def twenty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("twenty")
+    built(folder, TEXTS)
+    return folder / "cache"
+
+
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[TeacherCache]:
-    built(tmp_path, TEXTS)
+def cache(tmp_path: Path, twenty: Path) -> Iterator[TeacherCache]:
+    shutil.copytree(twenty, tmp_path / "cache")
     with TeacherCache.open(tmp_path / "cache") as cache:
         yield cache
 

@@ -1,5 +1,6 @@
 """Each kind of damage is found and named; a sound cache has none."""
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,17 @@ TEXTS = numbered(20)
 Change_ = Callable[[TeacherCache], None]
 
 
-@pytest.fixture(params=["float16", "raw"])
-def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    built(tmp_path, TEXTS, storage=request.param)
-    return tmp_path / "cache"
+@pytest.fixture(scope="module", params=["float16", "raw"])
+def sound(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    built(folder, TEXTS, storage=request.param)
+    return folder / "cache"
+
+
+@pytest.fixture
+def path(tmp_path: Path, sound: Path) -> Path:
+    """A sound cache to be damaged."""
+    return shutil.copytree(sound, tmp_path / "cache")
 
 
 def kinds(verdict: Verdict) -> set[str]:
