@@ -125,13 +125,14 @@ class RunConfig:
 
     Attributes:
         cache: folder of the teacher cache.
-        space: slug, fingerprint or teacher name of an embedding space; None when the cache has one.
+        space: slug, fingerprint or teacher of an embedding space, or fields that it must have; None when the
+            cache has one.
         corpus: name of a corpus; None when the cache has one.
         output_dir: the run folder.
     """
 
     cache: str = ""
-    space: str | None = None
+    space: Mapping[str, Any] | str | None = None
     corpus: str | None = None
     output_dir: str = ""
     student: StudentConfig = field(default_factory=StudentConfig)

@@ -35,7 +35,7 @@ from distill.trainer import (
     Distillation,
     DistillTrainer,
     TrainingProgress,
-    require_space,
+    require_room,
     settled_precision,
 )
 from teacher_cache.cache import SpaceView, TeacherCache
@@ -149,7 +149,7 @@ def run(
         projection = _projection(config, objective)
         if leads:
             parameters = sum(parameter.numel() for parameter in student.parameters())
-            require_space(folder, 2 * 4 * parameters, "the exported student, written and then renamed,")
+            require_room(folder, 2 * 4 * parameters, "the exported student, written and then renamed,")
             rows = np.linspace(0, cache.rows - 1, min(CHECKED_TEXTS, cache.rows)).astype(np.int64)
             cosine = export(student, projection, config.export.normalize, folder / FINAL, cache.texts(rows))
             record["exported"] = {"texts": len(rows), "smallest_cosine": cosine}

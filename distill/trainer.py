@@ -225,7 +225,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         """
         # Weights in float32 and Adam's two moments of each; the rest is small.
         needed = 3 * 4 * sum(parameter.numel() for parameter in self.model.parameters())
-        require_space(Path(self.args.output_dir), needed, f"checkpoint {self.state.global_step}")
+        require_room(Path(self.args.output_dir), needed, f"checkpoint {self.state.global_step}")
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -247,7 +247,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         return True
 
 
-def require_space(folder: Path, needed: int, what: str) -> None:
+def require_room(folder: Path, needed: int, what: str) -> None:
     """Refuse to begin writing `needed` bytes that the disk has no room for.
 
     Raises:

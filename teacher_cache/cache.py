@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -368,25 +368,46 @@ class TeacherCache:
         """Every space by its slug."""
         return {slug: SpaceView(self, record) for slug, record in self.space_records().items()}
 
-    def space(self, name: str | None = None) -> SpaceView:
-        """The space of that slug, fingerprint (or the start of one) or teacher; without a name, the only one.
+    def space(self, wanted: str | Mapping[str, Any] | None = None) -> SpaceView:
+        """The one space that is wanted.
+
+        Args:
+            wanted: its slug, fingerprint (or the start of one) or teacher; or fields that it must have, such as
+                `{"teacher": "all-MiniLM-L6-v2", "prompt": "query: "}`; None when the cache has one space.
 
         Raises:
-            SpaceNotFound: none or several fit.
+            SpaceNotFound: no space of that name, or several fit.
+            SpaceMismatch: no space has these fields; the message names those in which the nearest one differs.
         """
         records = self.space_records()
-        fitting = [record for record in records.values() if name is None or _is_called(record.space, name)]
+        fitting = [record for record in records.values() if wanted is None or _fits(record.space, wanted)]
         if len(fitting) == 1:
             return SpaceView(self, fitting[0])
         known = ", ".join(sorted(records)) or "none"
-        if not fitting and name is not None:
-            problem = f"{self.path} has no embedding space {name!r}"
-        elif not fitting:
+        if not records:
             problem = f"{self.path} has no embedding space yet"
+        elif isinstance(wanted, Mapping) and not fitting:
+            raise self._mismatch(wanted, [record.space for record in records.values()])
+        elif not fitting:
+            problem = f"{self.path} has no embedding space {wanted!r}"
         else:
             between = _differences([record.space for record in fitting])
             problem = f"{self.path} has {len(fitting)} spaces that fit ({between}): say which by its full name"
         raise SpaceNotFound(f"{problem}; it has: {known}; `tcache build CORPUS --teacher T` fills one")
+
+    def _mismatch(self, wanted: Mapping[str, Any], spaces: Sequence[EmbeddingSpace]) -> SpaceMismatch:
+        differing = [
+            (space, {name: value for name, value in wanted.items() if not _fits(space, {name: value})})
+            for space in spaces
+        ]
+        nearest, fields = min(differing, key=lambda pair: len(pair[1]))
+        listed = "; ".join(
+            f"{name}: wanted {value!r}, cached {getattr(nearest, name)!r}" for name, value in fields.items()
+        )
+        return SpaceMismatch(
+            f"{self.path} has no space that fits; the nearest is {nearest.slug}, which differs in {listed}; "
+            "`tcache build` with these settings fills one"
+        )
 
     def find_space(self, space: EmbeddingSpace) -> SpaceView | None:
         """The stored space equal to `space`; if its dtype is "auto", one that differs in nothing else."""
@@ -395,27 +416,6 @@ class TeacherCache:
             if not different or (space.dtype == "auto" and different == {"dtype"}):
                 return SpaceView(self, record)
         return None
-
-    def require_space(self, space: EmbeddingSpace) -> SpaceView:
-        """The stored space equal to `space`.
-
-        Raises:
-            SpaceMismatch: there is none; the message names the fields in which the nearest one differs.
-        """
-        view = self.find_space(space)
-        if view is not None:
-            return view
-        others = [record.space for record in self.space_records().values()]
-        if not others:
-            raise SpaceNotFound(f"{self.path} has no embedding space yet; `tcache build CORPUS --teacher T` fills one")
-        nearest = min(others, key=lambda other: len(space.difference(other)))
-        fields = "; ".join(
-            f"{name}: asked for {mine!r}, cached {theirs!r}"
-            for name, (mine, theirs) in space.difference(nearest).items()
-        )
-        raise SpaceMismatch(
-            f"{self.path} has no space that fits; the nearest is {nearest.slug}, which differs in {fields}"
-        )
 
     def ensure_space(self, space: EmbeddingSpace, storage: str) -> SpaceView:
         """The stored space equal to `space`, made empty if it is new.
@@ -457,11 +457,20 @@ class TeacherCache:
         appender.flush()
 
 
-def _is_called(space: EmbeddingSpace, name: str) -> bool:
-    """Whether a person may mean `space` by `name`; digits alone must be six, so that they are no accident."""
-    return name in (space.slug, space.slug.split("@")[0], space.teacher) or (
-        len(name) >= 6 and space.fingerprint.startswith(name)
-    )
+def _fits(space: EmbeddingSpace, wanted: str | Mapping[str, Any]) -> bool:
+    """Whether a space has that name, or all these fields.
+
+    Raises:
+        CacheError: a field that no space has.
+    """
+    if isinstance(wanted, str):
+        named = wanted in (space.slug, space.teacher, space.slug.split("@")[0])
+        return named or (len(wanted) >= 6 and space.fingerprint.startswith(wanted))
+    fields = space.to_json()
+    unknown = sorted(set(wanted) - set(fields))
+    if unknown:
+        raise CacheError(f"an embedding space has no field {unknown[0]!r}; its fields: {', '.join(fields)}")
+    return all(fields[name] == value for name, value in wanted.items())
 
 
 def _differences(spaces: Sequence[EmbeddingSpace]) -> str:

@@ -70,8 +70,7 @@ class EmbeddingSpace:
         return {
             field.name: (getattr(self, field.name), getattr(other, field.name))
             for field in fields(self)
-            if (labels or field.name not in LABELS)
-            and getattr(self, field.name) != getattr(other, field.name)
+            if (labels or field.name not in LABELS) and getattr(self, field.name) != getattr(other, field.name)
         }
 
     def describe(self) -> str:

@@ -84,6 +84,12 @@ def test_a_space_that_the_cache_lacks_is_refused(short_run: list[str], tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_space_of_other_fields_is_refused_with_both_values(short_run: list[str], tmp_path: Path) -> None:
+    line = refused(distill(*short_run, "--set", "space.prompt='query: '"))
+    assert "prompt: wanted 'query: ', cached ''" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_corpus_with_missing_rows_is_refused(short_run: list[str], toy_cache: Path, tmp_path: Path) -> None:
     import shutil
 

@@ -94,9 +94,7 @@ def test_figures_without_ties_are_those_of_a_plain_computation() -> None:
     pairs = [(i, j) for i in range(25) for j in range(i + 1, 25)]
     rho = spearmanr([s[p] for p in pairs], [t[p] for p in pairs]).statistic
     assert found.spearman == pytest.approx(rho, abs=1e-6)
-    assert found.overlap == pytest.approx(
-        np.mean([len(nearest(s[i], i) & nearest(t[i], i)) / 4 for i in range(25)])
-    )
+    assert found.overlap == pytest.approx(np.mean([len(nearest(s[i], i) & nearest(t[i], i)) / 4 for i in range(25)]))
 
 
 def test_float16_rounding_of_the_teacher_costs_next_to_nothing() -> None:

@@ -161,9 +161,7 @@ def test_pair_scores_are_those_of_the_libraries_called_directly(tmp_path: Path) 
         right = text_vectors([f"{name} right {i}" for i in range(30)]).astype(np.float64)
         return [a @ b / math.sqrt((a @ a) * (b @ b)) for a, b in zip(left, right, strict=True)]
 
-    report = Evaluator([PairClassification("p", tmp_path), TextualSimilarity("s", tmp_path)])(
-        CountingEncoder()
-    )
+    report = Evaluator([PairClassification("p", tmp_path), TextualSimilarity("s", tmp_path)])(CountingEncoder())
     assert report.tasks["p"].score == pytest.approx(100 * average_precision_score(labels, cosines("p")))
     assert report.tasks["s"].score == pytest.approx(100 * spearmanr(scores, cosines("s")).statistic)
 
@@ -254,9 +252,7 @@ def test_missing_files_are_all_listed(tmp_path: Path) -> None:
 
 
 def test_the_validation_split_is_read_from_its_own_file(tmp_path: Path) -> None:
-    write_csv(
-        tmp_path / "stsb_validation.csv", ("sentence1", "sentence2", "score"), [("a", "b", 1), ("c", "d", 2)]
-    )
+    write_csv(tmp_path / "stsb_validation.csv", ("sentence1", "sentence2", "score"), [("a", "b", 1), ("c", "d", 2)])
     (task,) = nine_tasks(tmp_path, ["stsb"], split="validation")
     assert sorted(task.texts()) == ["a", "b", "c", "d"]
 

@@ -238,9 +238,7 @@ def test_a_loss_without_any_of_the_parameters_moves_nothing() -> None:
 
 def test_a_gradient_of_zero_moves_nothing() -> None:
     weight, bias = two_parameters()
-    with SharpnessAware(named(weight, bias), scaling="none", rho=0.5).ascended(
-        quadratic(weight, bias) * 0
-    ) as ascent:
+    with SharpnessAware(named(weight, bias), scaling="none", rho=0.5).ascended(quadratic(weight, bias) * 0) as ascent:
         assert ascent.finite
         assert (weight.item(), bias.item()) == (1, -2)
 

@@ -35,9 +35,7 @@ class TestSimCSE(ObjectiveContract):
         student, teacher = StudentOutput(states, views=2), TeacherTargets(self.vectors(), TEXT_IDS)
         objective = SimCSE(SHAPE, TEACHER_DIM, mask_duplicates=False)
         assert SimCSE.presets["official"] == {"mask_duplicates": False}
-        assert torch.equal(
-            objective(student, teacher)["simcse"], info_nce(states[-1, :6], states[-1, 6:], 0.05)
-        )
+        assert torch.equal(objective(student, teacher)["simcse"], info_nce(states[-1, :6], states[-1, 6:], 0.05))
 
     @pytest.mark.parametrize("temperature", [0, -0.1, math.inf, math.nan, "0.1", None])
     def test_a_temperature_that_is_no_positive_number_is_refused(self, temperature: Any) -> None:

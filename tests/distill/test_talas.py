@@ -48,9 +48,7 @@ class TestTalas(ObjectiveContract):
         return Talas(SHAPE, TEACHER_DIM)
 
     def test_it_equals_numpy_in_double_precision(self) -> None:
-        objective = Talas(
-            SHAPE, TEACHER_DIM, anchored_layers=3, start_layer=1, head_init_std=0.5, simcse_weight=0.2
-        )
+        objective = Talas(SHAPE, TEACHER_DIM, anchored_layers=3, start_layer=1, head_init_std=0.5, simcse_weight=0.2)
         states, vectors = self.states(2), self.vectors()
         found = terms(objective, states, TeacherTargets(vectors, TEXT_IDS), views=2)
 
@@ -61,9 +59,7 @@ class TestTalas(ObjectiveContract):
         distances = []
         for layer, head in zip((1, 2, 3), heads, strict=True):
             z = e[layer] @ head.T
-            distances.append(
-                np.mean(1 - np.sum(z / np.linalg.norm(z, axis=1, keepdims=True) * unit_t, axis=1))
-            )
+            distances.append(np.mean(1 - np.sum(z / np.linalg.norm(z, axis=1, keepdims=True) * unit_t, axis=1)))
         unit_e = e / np.linalg.norm(e, axis=2, keepdims=True)
         grams = [rows @ rows.T for rows in unit_e]
         gaps = [np.linalg.norm(grams[layer + 1] - grams[layer], "fro") ** 2 / 36 for layer in (1, 2)]

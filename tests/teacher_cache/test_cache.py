@@ -155,7 +155,6 @@ def test_a_damaged_space_does_not_hide_a_sound_one(tmp_path: Path, cache: Teache
     built(tmp_path, TEXTS, teacher=QUERY)
     query, plain = resolve(QUERY).space, resolve(TOY).space
     (cache.path / "spaces" / query.slug / "vectors.zarr" / "zarr.json").unlink()
-    assert cache.require_space(plain).slug == plain.slug
     assert cache.space(plain.slug).slug == plain.slug
     with pytest.raises(DamagedCache):
         cache.space(query.slug)
@@ -163,24 +162,33 @@ def test_a_damaged_space_does_not_hide_a_sound_one(tmp_path: Path, cache: Teache
 
 def test_a_cache_without_spaces_says_so(tmp_path: Path) -> None:
     with TeacherCache.open(tmp_path, "a") as cache:
-        for look in (cache.space, lambda: cache.require_space(resolve(TOY).space)):
+        for wanted in (None, "toy", {"teacher": "toy"}):
             with pytest.raises(SpaceNotFound, match=r"has no embedding space yet; .*`tcache build"):
-                look()
+                cache.space(wanted)
 
 
-def test_a_required_space_that_differs_is_refused_with_the_field_and_both_values(cache: TeacherCache) -> None:
-    space = resolve(TOY).space
-    assert cache.require_space(replace(space, teacher="another name")).space == space
-    with pytest.raises(SpaceMismatch, match=r"differs in prompt: asked for 'query: ', cached ''$"):
-        cache.require_space(resolve(QUERY).space)
-    with pytest.raises(SpaceMismatch, match="max_length: asked for 9, cached 512; dims: asked for 8, cached 32"):
-        cache.require_space(replace(space, max_length=9, dims=8))
+def test_a_space_is_found_by_the_fields_it_must_have(tmp_path: Path, cache: TeacherCache) -> None:
+    built(tmp_path, TEXTS, teacher=QUERY)
+    assert cache.space({"teacher": "toy", "prompt": "query: "}).space == resolve(QUERY).space
+    assert cache.space({"prompt": ""}).space == resolve(TOY).space
+
+
+def test_a_wanted_space_that_differs_is_refused_with_the_fields_and_both_values(cache: TeacherCache) -> None:
+    with pytest.raises(SpaceMismatch, match=r"differs in prompt: wanted 'query: ', cached ''; `tcache build`"):
+        cache.space({"teacher": "toy", "prompt": "query: "})
+    with pytest.raises(SpaceMismatch, match="max_length: wanted 9, cached 512; dims: wanted 8, cached 32"):
+        cache.space({"max_length": 9, "dims": 8, "prompt": ""})
 
 
 def test_the_nearest_space_is_the_one_compared_with(tmp_path: Path, cache: TeacherCache) -> None:
     built(tmp_path, TEXTS, teacher=TeacherOptions(model="toy", prompt="query: ", dims=8, max_length=9))
-    with pytest.raises(SpaceMismatch, match=r"differs in prompt: asked for 'x ', cached ''$"):
-        cache.require_space(replace(resolve(TOY).space, prompt="x "))
+    with pytest.raises(SpaceMismatch, match=r"differs in prompt: wanted 'x ', cached ''; "):
+        cache.space({"prompt": "x ", "dims": 32, "max_length": 512})
+
+
+def test_a_field_that_no_space_has_is_refused_by_name(cache: TeacherCache) -> None:
+    with pytest.raises(CacheError, match="no field 'promt'"):
+        cache.space({"promt": "query: "})
 
 
 def test_an_unsettled_precision_finds_the_space_that_differs_in_nothing_else(cache: TeacherCache) -> None:

@@ -177,16 +177,14 @@ def every_flipped_byte_is_found(array: ShardedArray, receipt: ShardReceipt) -> b
     return True
 
 
-def test_every_flipped_byte_of_a_compressed_shard_is_found_when_read(tmp_path: Path) -> None:
-    array = numbers(tmp_path / "a")
-    rows = values(SHARD)
-    assert every_flipped_byte_is_found(array, array.write_shard(0, rows, full()))
-
-
-def test_every_flipped_byte_of_a_text_shard_is_found_when_read(tmp_path: Path) -> None:
-    array = strings(tmp_path / "a")
-    rows = np.array([f"text {i}" for i in range(SHARD)], dtype=object)
-    assert every_flipped_byte_is_found(array, array.write_shard(0, rows, full()))
+@pytest.mark.parametrize("make", [numbers, strings])
+def test_every_flipped_byte_of_a_compressed_shard_is_found_when_read(
+    make: Callable[[Path], ShardedArray],
+) -> None:
+    rows = values(SHARD) if make is numbers else np.array([f"text {i}" for i in range(SHARD)], dtype=object)
+    with passing_folder() as folder:
+        array = make(Path(folder) / "a")
+        assert every_flipped_byte_is_found(array, array.write_shard(0, rows, full()))
 
 
 def test_a_flipped_byte_of_an_uncompressed_shard_shows_in_the_digest(tmp_path: Path) -> None:
