@@ -61,6 +61,7 @@ def verify(path: str | Path, *, deep: bool = False) -> Verdict:
     """
     try:
         cache = TeacherCache.open(path)
+        cache.index.rows()  # the index itself is opened by the first look into it
     except DamagedCache as error:
         return Verdict([Damage("damaged_cache", str(error), 0)], 0, 0, deep, [])
     with cache:

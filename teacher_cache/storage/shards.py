@@ -2,8 +2,8 @@
 
 The arrays are plain zarr v3 with the sharding codec: zarr-python opens them without us, and makes their
 metadata here. Their shards are written and read by this module, because a shard has to appear on disk whole
-or not at all (temporary file, fsync, rename, fsync of the folder), and because zarr-python takes about a
-thousand times as long to gather scattered rows.
+or not at all (temporary file, fsync, rename, fsync of the folder), and because zarr-python takes ten to a
+hundred times as long to gather scattered rows (docs/decisions/0008-shards.md).
 
 A shard is replaced, never changed in place: whoever has the old file open keeps reading it.
 """
