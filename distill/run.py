@@ -38,9 +38,10 @@ from distill.trainer import (
     require_room,
     settled_precision,
 )
-from teacher_cache.cache import SpaceView, TeacherCache
+from teacher_cache.cache import TeacherCache
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.storage.shards import replacing
+from teacher_cache.view import SpaceView
 
 CONFIG = "config.yaml"
 RECORD = "run.json"

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import SpaceView, TeacherCache, checked_name
+from teacher_cache.cache import TeacherCache, checked_name
 from teacher_cache.corpus import Corpus
 from teacher_cache.storage.codec import number_format
 from teacher_cache.storage.manifest import CorpusRecord, Manifest, Source, writing_manifest
 from teacher_cache.teachers import resolve, settle_dtype
 from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
+from teacher_cache.view import SpaceView
 from teacher_cache.workers import LocalWorkers, Workers
 
 # Records read at a time, and texts given to a worker at a time.

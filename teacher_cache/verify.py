@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from teacher_cache.cache import SPACES, SpaceRecord, SpaceView, TeacherCache
+from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.storage.index import ShardRecord
 from teacher_cache.storage.shards import EMPTY, TEMPORARY_SUFFIX, ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT
 from teacher_cache.text_key import text_keys
+from teacher_cache.view import SPACES, SpaceRecord, SpaceView
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ LAYERS = {
     "teacher_cache.corpus": 1,
     "teacher_cache.storage": 1,
     "teacher_cache.teachers": 1,
+    "teacher_cache.view": 2,
     "teacher_cache.cache": 2,
     "teacher_cache.workers": 3,
     "teacher_cache.build": 4,

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from distill.errors import ConfigError, RunFolderError
-from teacher_cache.cache import SpaceView, TeacherCache
+from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.text_key import text_keys
+from teacher_cache.view import SpaceView
 
 # Rows whose text is compared with its key when a dataset is opened.
 PROBED_ROWS = 64

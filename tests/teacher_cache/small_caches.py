@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.build import BuildReport, build
-from teacher_cache.cache import SpaceView, TeacherCache
+from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus import Corpus
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
+from teacher_cache.view import SpaceView
 
 TOY = TeacherOptions(model="toy")
 SHARD_ROWS = 8

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache.cache import SpaceView, TeacherCache
+from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheNotFound
 from teacher_cache.storage.index import Change, ShardRecord, row_value, shard_key
 from teacher_cache.storage.texts import KEYS, TEXT
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.text_key import text_key
 from teacher_cache.verify import Verdict, verify
+from teacher_cache.view import SpaceView
 from tests.teacher_cache.small_caches import built, numbered, said
 
 TEXTS = numbered(20)
