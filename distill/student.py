@@ -111,8 +111,14 @@ class Student(nn.Module):
         return torch.stack([pool(state, attention_mask, self.pooling) for state in states])
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[str], *, batch: int = 64) -> npt.NDArray[np.float32]:
-        """`(n, d_s)` float32 vectors of the last layer, without dropout, not normalised."""
+    def encode(
+        self, texts: Sequence[str], *, projection: Tensor | None = None, batch: int = 64
+    ) -> npt.NDArray[np.float32]:
+        """`(n, d_s)` float32 vectors of the last layer, without dropout, not normalised.
+
+        Args:
+            projection: `(d, d_s)` weight that carries them into another space; the result is `(n, d)`.
+        """
         was_training = self.training
         self.eval()
         device = next(self.parameters()).device
@@ -131,6 +137,8 @@ class Student(nn.Module):
             layers = self(tokens["input_ids"], tokens["attention_mask"])
             vectors[chosen] = layers[-1].float().cpu().numpy()
         self.train(was_training)
+        if projection is not None:
+            vectors = vectors @ projection.detach().float().cpu().numpy().T
         return vectors
 
     def save_encoder(self, folder: Path) -> None:

@@ -57,6 +57,7 @@ HEAVY = {
         "distill.data",
         "distill.student",
         "distill.trainer",
+        "distill.run",
         "distill.export.sentence_transformer",
     ),
     "transformers": ("teacher_cache.teachers.loading", "distill.trainer"),

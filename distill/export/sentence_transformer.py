@@ -72,12 +72,8 @@ def expected_vectors(
     student: Student, projection: torch.Tensor | None, normalize: bool, texts: Sequence[str]
 ) -> npt.NDArray[np.float32]:
     """What the exported folder must give for `texts`, computed by the student that was trained."""
-    vectors = torch.from_numpy(student.encode(texts))
-    if projection is not None:
-        vectors = vectors @ projection.detach().float().cpu().T
-    if normalize:
-        vectors = torch.nn.functional.normalize(vectors, dim=-1)
-    return vectors.numpy()
+    vectors = student.encode(texts, projection=projection)
+    return torch.nn.functional.normalize(torch.from_numpy(vectors), dim=-1).numpy() if normalize else vectors
 
 
 def _write(student: Student, projection: torch.Tensor | None, normalize: bool, folder: Path) -> None:
