@@ -59,7 +59,7 @@ def model_card(record: Mapping[str, Any]) -> str:
     if agreement:
         before, after = agreement["before"], agreement["after"]
         lines += [
-            f"Agreement of these vectors with the teacher's on {after['texts']} texts of the corpus that were not trained on:",
+            f"Agreement of these vectors with the teacher's on {after['texts']} texts that were not trained on:",
             "",
             "| | before | after |",
             "|---|---|---|",
