@@ -98,9 +98,9 @@ def test_zarr_alone_finds_the_same_numbers(cache: Path) -> None:
     assert np.array_equal(zarr.open_array(folder, mode="r")[:].astype(np.float32), ours)
 
 
-# Measured on the demo's held-out texts: see README. The bounds leave half of the gain as a margin.
-DEMO_GAIN_SPEARMAN = 0.0
-DEMO_GAIN_OVERLAP = 0.0
+# The least that the demo must gain on its held-out texts: about half of what README reports.
+DEMO_GAIN_SPEARMAN = 0.10
+DEMO_GAIN_OVERLAP = 0.05
 
 
 @pytest.mark.slow
