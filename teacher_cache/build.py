@@ -122,7 +122,7 @@ def build(
         known = table.find_space(spec.space)
         view = table.ensure_space(spec.space, storage or (known.record.storage if known else "float16"))
         missing = view.missing_rows(wanted)
-        filled = _fill(view, missing, spec, workers or LocalWorkers(), len(wanted), report)
+        filled = _fill(table, view, missing, spec, workers or LocalWorkers(), len(wanted), report)
         reasons = view.quarantined()
         ours = np.intersect1d(wanted, np.fromiter(reasons, dtype=np.int64))
         why: dict[str, int] = {}
@@ -193,6 +193,7 @@ class _OpenShard:
 
 
 def _fill(
+    table: TeacherCache,
     view: SpaceView,
     missing: npt.NDArray[np.int64],
     spec: TeacherSpec,
@@ -228,7 +229,7 @@ def _fill(
         cost_from, tokens_from = now, filled.tokens
 
     # Closed here even after an error: workers of other processes must not outlive the build.
-    with closing(workers.encode(spec, _batches(view, by_shard, batch_rows))) as answers:
+    with closing(workers.encode(spec, _batches(table, by_shard, batch_rows))) as answers:
         for number, encoded in answers:
             rows = batch_rows.pop(number)
             shard_number = int(rows[0] // shard_rows)
@@ -265,7 +266,7 @@ def _split_by_shard(rows: npt.NDArray[np.int64], shard_rows: int) -> list[npt.ND
 
 
 def _batches(
-    view: SpaceView,
+    table: TeacherCache,
     by_shard: list[npt.NDArray[np.int64]],
     batch_rows: dict[int, npt.NDArray[np.int64]],
 ) -> Iterator[list[str]]:
@@ -275,7 +276,7 @@ def _batches(
     """
     handed_out = 0
     for rows in by_shard:
-        texts = view.cache.texts(rows)
+        texts = table.texts(rows)
         order = np.argsort([len(text) for text in texts], kind="stable")
         for start in range(0, len(rows), BATCH_ROWS):
             chosen = order[start : start + BATCH_ROWS]

@@ -201,7 +201,7 @@ class TeacherCache:
 
     def spaces(self) -> dict[str, SpaceView]:
         """Every space by its slug."""
-        return {slug: SpaceView(self, record) for slug, record in self.space_records().items()}
+        return {slug: SpaceView(self.path, self.index, record) for slug, record in self.space_records().items()}
 
     def space(self, wanted: str | Mapping[str, Any] | None = None) -> SpaceView:
         """The one space that is wanted.
@@ -217,7 +217,7 @@ class TeacherCache:
         records = self.space_records()
         fitting = [record for record in records.values() if wanted is None or _fits(record.space, wanted)]
         if len(fitting) == 1:
-            return SpaceView(self, fitting[0])
+            return SpaceView(self.path, self.index, fitting[0])
         known = ", ".join(sorted(records)) or "none"
         if not records:
             problem = f"{self.path} has no embedding space yet"
@@ -249,7 +249,7 @@ class TeacherCache:
         for record in self.space_records().values():
             different = set(space.difference(record.space))
             if not different or (space.dtype == "auto" and different == {"dtype"}):
-                return SpaceView(self, record)
+                return SpaceView(self.path, self.index, record)
         return None
 
     def ensure_space(self, space: EmbeddingSpace, storage: str) -> SpaceView:
@@ -282,7 +282,7 @@ class TeacherCache:
         with replacing(folder / "space.json") as file:  # for people and other tools; the index is what counts
             file.write(record.to_json())
         self.index.commit([Change("spaces", space.slug.encode(), record.to_json())])
-        return SpaceView(self, record)
+        return SpaceView(self.path, self.index, record)
 
     @contextmanager
     def appending(self) -> Iterator[TextAppender]:

@@ -99,7 +99,7 @@ def _check_space(
     deep: bool,
 ) -> list[Damage]:
     try:
-        view = SpaceView(cache, space)
+        view = SpaceView(cache.path, cache.index, space)
     except (DamagedCache, FormatVersionError) as error:
         return [Damage("damaged_space", str(error), 0)]
     ours = records[view.array_name]

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,8 @@ import numpy.typing as npt
 from teacher_cache.errors import MissingRows
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import NumberFormat, check_rows, number_format
-from teacher_cache.storage.index import Change, ShardRecord, quarantine_key, shard_key
+from teacher_cache.storage.index import Change, Index, ShardRecord, quarantine_key, shard_key
 from teacher_cache.storage.shards import ShardedArray
-
-if TYPE_CHECKING:
-    from teacher_cache.cache import TeacherCache
 
 SPACES = "spaces"
 
@@ -53,14 +50,14 @@ class SpaceRecord:
 class SpaceView:
     """One embedding space of a cache, read lazily. Holds no teacher and cannot call one."""
 
-    def __init__(self, cache: "TeacherCache", record: SpaceRecord) -> None:
-        self.cache = cache
+    def __init__(self, cache: Path, index: Index, record: SpaceRecord) -> None:
+        self.index = index
         self.record = record
         self.space = record.space
         self.slug = record.space.slug
         self.array_name = f"{SPACES}/{self.slug}"
         self.form: NumberFormat = number_format(record.storage)
-        self.vectors = ShardedArray(cache.path / self.array_name / "vectors.zarr")
+        self.vectors = ShardedArray(cache / self.array_name / "vectors.zarr")
         self._records: dict[int, ShardRecord] = {}
 
     @property
@@ -73,7 +70,7 @@ class SpaceView:
             return None
         record = self._records.get(number)
         if record is None or not record.present[within].all():
-            record = self.cache.index.shard(self.array_name, number)
+            record = self.index.shard(self.array_name, number)
             if record is not None:
                 self._records[number] = record
         return record
@@ -95,11 +92,11 @@ class SpaceView:
 
     def present_count(self) -> int:
         """How many rows have a vector."""
-        return sum(int(r.present.sum()) for r in self.cache.index.shards(self.array_name).values())
+        return sum(int(r.present.sum()) for r in self.index.shards(self.array_name).values())
 
     def quarantined(self) -> dict[int, str]:
         """Row -> why its vector was refused."""
-        return self.cache.index.quarantined(self.slug)
+        return self.index.quarantined(self.slug)
 
     def gather(
         self, rows: npt.NDArray[np.int64], out: npt.NDArray[np.float32] | None = None
@@ -157,7 +154,7 @@ class SpaceView:
             Change("quarantine", quarantine_key(self.slug, row), reason.encode()) for row, reason in refused.items()
         ]
         if good.any():
-            before = self.cache.index.shard(self.array_name, number)
+            before = self.index.shard(self.array_name, number)
             body = np.zeros((shard_rows, self.dims), dtype=self.form.dtype)
             present = np.zeros(shard_rows, dtype=bool)
             worst = float(checked.cosine_error[good].max())
@@ -172,7 +169,7 @@ class SpaceView:
             self.vectors.grow(number * shard_rows + int(np.flatnonzero(present)[-1]) + 1)
             record = ShardRecord(receipt.digest, worst, receipt.size, present)
             changes.append(Change("shards", shard_key(self.array_name, number), record.pack()))
-        self.cache.index.commit(changes)
+        self.index.commit(changes)
         return int(good.sum()), refused
 
     def add_cost(self, tokens: int, seconds: float) -> None:
@@ -180,5 +177,5 @@ class SpaceView:
         record = SpaceRecord(
             self.space, self.record.storage, self.record.tokens + tokens, self.record.seconds + seconds
         )
-        self.cache.index.commit([Change("spaces", self.slug.encode(), record.to_json())])
+        self.index.commit([Change("spaces", self.slug.encode(), record.to_json())])
         self.record = record

@@ -13,6 +13,7 @@ from teacher_cache.build import BuildReport, build
 from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus import Corpus
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
+from teacher_cache.text_key import text_keys
 from teacher_cache.view import SpaceView
 
 TOY = TeacherOptions(model="toy")
@@ -56,7 +57,7 @@ def said(texts: Sequence[str], teacher: TeacherOptions = TOY) -> npt.NDArray[np.
 
 def unequal_rows(view: SpaceView, texts: Sequence[str], teacher: TeacherOptions = TOY) -> list[str]:
     """Texts whose stored vector is not what the teacher says, to the precision of float16."""
-    stored = view.gather(view.cache.lookup(texts))
+    stored = view.gather(view.index.find(text_keys(texts)))
     close = np.isclose(stored, said(texts, teacher), rtol=1e-3, atol=1e-6).all(axis=1)
     return [text for text, same in zip(texts, close, strict=True) if not same]
 

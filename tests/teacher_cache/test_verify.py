@@ -54,7 +54,7 @@ def publish(view: SpaceView, number: int, values: np.ndarray, present: np.ndarra
     """Write a shard with a record that is right for it, whatever the values are."""
     receipt = view.vectors.write_shard(number, values, present)
     record = ShardRecord(receipt.digest, 0.0, receipt.size, present)
-    view.cache.index.commit([Change("shards", shard_key(view.array_name, number), record.pack())])
+    view.index.commit([Change("shards", shard_key(view.array_name, number), record.pack())])
 
 
 def test_a_sound_cache_has_no_damage(path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_nan_that_the_index_vouches_for_is_found_by_a_deep_check(path: Path) -
 def test_a_promised_chunk_that_is_not_stored_is_damage(path: Path) -> None:
     with TeacherCache.open(path, "a") as cache:
         view = cache.space()
-        record = view.cache.index.shard(view.array_name, 2)
+        record = view.index.shard(view.array_name, 2)
         assert record is not None
         view.vectors.write_shard(2, np.zeros((8, 32)), np.zeros(8, dtype=bool))
     (damage,) = verify(path).damage
