@@ -25,7 +25,10 @@ CONTEXT = {
 
 
 class Commands(click.Group):
-    """A group that turns every known error into one line and its exit code. Nothing else catches them."""
+    """A group that turns known errors, and what the system refuses, into one line and an exit code.
+
+    Nothing else catches them.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         from teacher_cache.errors import KnownError
@@ -38,14 +41,19 @@ class Commands(click.Group):
             click.echo(f"error: {' '.join(str(error).split())}", err=True)
             ctx.exit(error.exit_code)
         except OSError as error:
-            if ctx.meta.get("traceback") or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            # A reader that closed the pipe is click's: it ends without a word.
+            if ctx.meta.get("traceback") or error.errno == errno.EPIPE:
                 raise
-            click.echo(
-                f"error: no space left on disk{f' for {error.filename}' if error.filename else ''}; free some and "
-                "run the same command again",
-                err=True,
-            )
+            click.echo(f"error: {_what_the_system_said(error)}", err=True)
             ctx.exit(1)
+
+
+def _what_the_system_said(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" for {error.filename}" if error.filename else ""
+        return f"no space left on disk{where}; free some and run the same command again"
+    said = " ".join((error.strerror or str(error) or type(error).__name__).split())
+    return f"{said}: {error.filename}" if error.filename else said
 
 
 def common_options(body: Body) -> Body:
@@ -79,6 +87,24 @@ def cache_option(body: Body) -> Body:
         show_default="$TCACHE_HOME or ~/.cache/tcache",
         help="Folder of the teacher cache.",
     )(body)
+
+
+def asking_options(body: Body) -> Body:
+    """How any model is asked, teacher or student; None means as its own files say."""
+    switches = (
+        click.option("--revision", help="Commit or tag of a hub model."),
+        click.option("--pooling", type=click.Choice(["mean", "cls", "last_token"])),
+        click.option("--padding-side", type=click.Choice(["left", "right"])),
+        click.option("--prompt", help="Text put in front of every input."),
+        click.option("--prompt-name", help="A prompt the model names itself, such as 'query'."),
+        click.option("--max-length", type=click.IntRange(1), help="Tokens, specials included."),
+        click.option("--device", help="cpu, cuda, cuda:1, mps."),
+        click.option("--attn-implementation", help="sdpa, eager, flash_attention_2."),
+        click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model."),
+    )
+    for switch in reversed(switches):
+        body = switch(body)
+    return body
 
 
 def default_cache_folder() -> Path:

@@ -2,11 +2,14 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import CONTEXT, Commands, cache_option, common_options, emit, meta, progress_bar, say
+from cli.common import CONTEXT, Commands, asking_options, cache_option, common_options, emit, meta, progress_bar, say
+
+if TYPE_CHECKING:
+    from distill.trainer import TrainingProgress
 
 
 @click.group(cls=Commands, context_settings=CONTEXT)
@@ -67,6 +70,8 @@ def run(
     Settings of `training` are flags under their names in transformers' TrainingArguments; all others are set
     with --set.
     """
+    from dataclasses import replace
+
     from distill.config import RunConfig
 
     keys = {"student": "student.model", "objective": "objective.name", "sharpness": "sharpness.name"}
@@ -76,9 +81,10 @@ def run(
         for flag, value in flags.items()
         if value is not None
     ]
-    if config is None or ctx.get_parameter_source("cache") != click.core.ParameterSource.DEFAULT:
+    if ctx.get_parameter_source("cache") != click.core.ParameterSource.DEFAULT:
         given.append(f"cache={cache}")
     resolved = RunConfig.load(config, [*given, *sets])  # what is said in more words wins
+    resolved = replace(resolved, cache=resolved.cache or str(cache))
     if print_config:
         click.echo(resolved.to_yaml(), nl=False)
         return
@@ -89,7 +95,8 @@ def run(
         result = train(
             resolved,
             resume=resume,
-            report=lambda p: update("training steps", p.step, p.steps, f"epoch {p.epoch:.2f}, loss {p.loss:.4f}"),
+            announce=say,
+            report=lambda p: update("training steps", p.step, p.steps, training_line(p)),
         )
 
     def lines() -> list[str]:
@@ -98,7 +105,8 @@ def run(
             told.append(f"{result.output_dir} already holds this run, finished; nothing to do")
         if result.resumed_from:
             told.append(f"went on from step {result.resumed_from:,}")
-        told.append(f"{result.steps:,} steps in {result.seconds:.0f} s, last loss {result.loss:.4f}")
+        loss = "" if result.loss is None else f", last loss {result.loss:.4f}"
+        told.append(f"{result.steps:,} steps in {result.seconds:.0f} s{loss}")
         told += agreement_lines(result.agreement)
         told.append(f"student: {result.final}")
         return told
@@ -109,42 +117,50 @@ def run(
 def agreement_lines(agreement: dict[str, Any] | None) -> list[str]:
     if agreement is None:
         return []
-    before, after = agreement["before"], agreement["after"]
-    return [
+    before, after, projected = agreement["before"], agreement["after"], agreement["projected"]
+    told = [
         f"agreement with the teacher on {after['texts']} held-out texts, before -> after: Spearman of pairwise "
         f"cosines {before['spearman']:.3f} -> {after['spearman']:.3f}, overlap of the {after['neighbours']} nearest "
         f"neighbours {before['overlap']:.3f} -> {after['overlap']:.3f}"
     ]
+    if projected is not None:
+        told.append(f"  projected into its space: {projected['spearman']:.3f} and {projected['overlap']:.3f}")
+    return told
+
+
+def training_line(progress: "TrainingProgress") -> str:
+    loss = "-" if progress.loss is None else f"{progress.loss:.4f}"
+    return f"epoch {progress.epoch:.2f}, loss {loss}"
 
 
 @main.command(name="eval")
 @click.argument("model")
 @click.option("--data", type=click.Path(path_type=Path), required=True, help="Folder of the nine tasks' files.")
 @click.option("--tasks", help="Comma list; all nine by default.")
+@asking_options
 @click.option("--dtype", default="fp32", show_default=True, help="fp32, bf16 or auto.")
-@click.option("--device", help="cpu, cuda, cuda:1, mps.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the JSON here.")
 @common_options
-def evaluate(model: str, data: Path, tasks: str | None, dtype: str, device: str | None, output: Path | None) -> None:
+def evaluate(model: str, data: Path, tasks: str | None, output: Path | None, **asked: Any) -> None:
     """Score a model (a run folder, a sentence-transformers or transformers folder, a hub id) on the nine tasks."""
     import json
 
     from distill.evaluation.evaluator import evaluate_model
     from distill.report.tables import task_table
+    from teacher_cache.teachers.base import TeacherOptions
 
-    report = evaluate_model(
-        model, data, names=tasks.split(",") if tasks else None, dtype=dtype, device=device, announce=say
-    )
+    if output is not None and not output.parent.is_dir():
+        raise click.BadParameter(f"the folder {output.parent} is not there", param_hint="--output")
+    options = TeacherOptions(model=model, **asked)
+    report = evaluate_model(options, data, names=tasks.split(",") if tasks else None, announce=say)
     record = report.to_json()
+    if not meta("json"):
+        from rich.console import Console
+
+        Console().print(task_table({model: report}))
+    emit(record, lambda: [f"{report.texts:,} distinct texts, each encoded once, in {report.seconds:.0f} s"])
     if output is not None:
         output.write_text(json.dumps(record, indent=2), encoding="utf-8")
-    if meta("json"):
-        emit(record, list)
-        return
-    from rich.console import Console
-
-    Console().print(task_table({model: report}))
-    emit(record, lambda: [f"{report.texts:,} distinct texts, each encoded once, in {report.seconds:.0f} s"])
 
 
 @main.command()
@@ -164,7 +180,7 @@ def demo(output_dir: Path) -> None:
         result = run_demo(
             output_dir,
             announce=say,
-            report=lambda p: update("training steps", p.step, p.steps, f"epoch {p.epoch:.1f}, loss {p.loss:.4f}"),
+            report=lambda p: update("training steps", p.step, p.steps, training_line(p)),
         )
 
     emit(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cli.common import CONTEXT, Commands, cache_option, common_options, emit, progress_bar, say, size
+from cli.common import CONTEXT, Commands, asking_options, cache_option, common_options, emit, progress_bar, say, size
 
 if TYPE_CHECKING:
     from teacher_cache.corpus import Corpus
@@ -33,13 +33,8 @@ def teacher_options(body: Body) -> Body:
             metavar="T",
             help="Known short name, hub id, local folder, or 'toy'.",
         ),
-        click.option("--revision", help="Commit or tag of a hub model."),
+        asking_options,
         click.option("--backend", help="Force a back end (see `distill list teachers`)."),
-        click.option("--pooling", type=click.Choice(["mean", "cls", "last_token"])),
-        click.option("--padding-side", type=click.Choice(["left", "right"])),
-        click.option("--prompt", help="Text put in front of every input."),
-        click.option("--prompt-name", help="A prompt the model names itself, such as 'query'."),
-        click.option("--max-length", type=click.IntRange(1), help="Tokens, specials included."),
         click.option("--normalize/--no-normalize", default=None, help="Store vectors of unit length or not."),
         click.option("--dims", type=click.IntRange(1), help="Keep the first numbers of a vector only."),
         click.option("--dtype", default="auto", show_default=True, help="auto, bf16, fp16 or fp32."),
@@ -50,9 +45,6 @@ def teacher_options(body: Body) -> Body:
             show_default=True,
             help="Padded tokens in one forward pass.",
         ),
-        click.option("--device", help="cpu, cuda, cuda:1, mps."),
-        click.option("--attn-implementation", help="sdpa, eager, flash_attention_2."),
-        click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model."),
     )
     for switch in reversed(switches):
         body = switch(body)
@@ -82,11 +74,6 @@ def _corpus(paths: tuple[str, ...], text_key: str) -> "Corpus":
     from teacher_cache.corpus import Corpus
 
     return Corpus.open(paths, text_key)
-
-
-def _corpus_name(paths: tuple[str, ...]) -> str:
-    """The first file's name without its endings."""
-    return "stdin" if paths[0] == "-" else Path(paths[0]).name.split(".")[0] or "corpus"
 
 
 @main.command()
@@ -138,7 +125,7 @@ def build(
             _corpus(paths, text_key),
             _teacher(teacher),
             cache,
-            name=name or _corpus_name(paths),
+            name=name,
             workers=parse_workers(workers),
             storage=storage,
             report=report,
@@ -207,6 +194,10 @@ def info(cache: Path) -> None:
                 f"{size(space['bytes'])}, {space['quarantined']:,} quarantined"
             )
             told.append(f"  {space['description']}")
+            told += [
+                f"  quarantined row {refused['row']}, {refused['text'][:60]!r}: {refused['reason']}"
+                for refused in space["quarantined_rows"][:5]
+            ]
         return told
 
     emit(record, lines)

@@ -16,6 +16,17 @@ from typing import Any, Union
 import yaml
 
 from distill.errors import ConfigError
+from teacher_cache.space import EmbeddingSpace
+
+# Arguments of transformers' that this trainer's own ways replace: accepting them would change nothing, or break
+# what a run promises.
+NOT_FOR_A_RUN = {
+    "save_only_model": "a run could not be resumed from such checkpoints",
+    "dataloader_drop_last": "set data.drop_last instead",
+    "data_seed": "the order follows training.seed",
+    "group_by_length": "the order is the sampler's",
+    "train_sampling_strategy": "the order is the sampler's",
+}
 
 
 @dataclass(frozen=True)
@@ -63,11 +74,13 @@ class DataConfig:
         held_out: distinct texts that are never trained on; agreement with the teacher is measured on them.
             At most an eighth of the corpus is held out, and nothing from a corpus under 256 distinct texts.
         drop_last: leave out a last batch that is smaller than the others.
+        skip_quarantined: train without the texts whose vector was refused, instead of refusing the corpus.
     """
 
     window: int = 65_536
     held_out: int = 256
     drop_last: bool = False
+    skip_quarantined: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,6 +215,8 @@ class RunConfig:
         for name in training.arguments:
             if name in own:
                 raise ConfigError(f"training.arguments.{name} has a key of its own; set {own[name]} instead")
+            if name in NOT_FOR_A_RUN:
+                raise ConfigError(f"training.arguments.{name} cannot be used: {NOT_FOR_A_RUN[name]}")
 
     def to_yaml(self) -> str:
         """The whole configuration, defaults included; `load` reads it back."""
@@ -228,7 +243,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override_value(key: str, text: str) -> Any:
-    if _is_text(key) and text.strip() not in ("null", "~") and text.strip()[:1] not in ("'", '"'):
+    word = text.strip()
+    mapping = key == "space" and word.startswith("{")
+    if _is_text(key) and word not in ("null", "~") and word[:1] not in ("'", '"') and not mapping:
         return text
     try:
         return yaml.safe_load(text)
@@ -239,6 +256,8 @@ def _override_value(key: str, text: str) -> Any:
 
 def _is_text(key: str) -> bool:
     hint: Any = RunConfig
+    if key.startswith("space."):
+        hint, key = EmbeddingSpace, key.removeprefix("space.")
     for name in key.split("."):
         hint = typing.get_type_hints(hint).get(name) if is_dataclass(hint) else None
     return str in _alternatives(hint)

@@ -12,7 +12,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from distill.config import DataConfig, ExportConfig, RunConfig, StudentConfig, TrainingConfig
+from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TrainingConfig
 from distill.run import run
 from distill.student import Student
 from distill.trainer import TrainingProgress
@@ -69,7 +69,8 @@ def run_demo(
         student=StudentConfig(model=str(student)),
         data=DataConfig(window=4096),
         training=TRAINING,
-        export=ExportConfig(projection=True),  # vectors that can be compared with the teacher's
+        # Both are equally wide: the student's own vectors can be anchored to the teacher's, without a projection.
+        objective=ObjectiveConfig(options={"head": "identity"}),
     )
     result = run(config, report=report)
     return DemoResult(str(folder / "cache"), built.to_json(), result.to_json())
@@ -95,7 +96,7 @@ def demo_teacher(folder: Path) -> Path:
 
 
 def first_layers(model: Path, folder: Path, layers: int) -> None:
-    """Write the model's first `layers` blocks as a transformers folder with the same pooling and length."""
+    """Write the model's first `layers` blocks as a plain transformers folder."""
     student = Student.load(StudentConfig(model=str(model)))
     encoder: Any = student.encoder
     encoder.encoder.layer = encoder.encoder.layer[:layers]

@@ -23,7 +23,7 @@ from torch import Tensor
 from distill.config import RunConfig
 from distill.data.dataset import CachedDataset, Collator
 from distill.errors import ConfigError, NeedsNotMet, RunFolderError
-from distill.evaluation.agreement import Agreement, agreement
+from distill.evaluation.agreement import agreement
 from distill.export import load_export
 from distill.export.card import model_card
 from distill.objectives import load_objective
@@ -64,8 +64,9 @@ class RunResult:
         resumed_from: step of the checkpoint it went on from, 0 when it began anew.
         finished_before: the folder already held this very run, nothing was done.
         seconds: that the last call took, not those that were stopped before it.
-        loss: mean of the last steps that were logged together.
-        agreement: `before` and `after`, or None when nothing was held out.
+        loss: mean of the last steps that were logged together; None when none was.
+        agreement: of the student's own vectors `before` and `after`, and where a projection is exported of the
+            `projected` ones; None when nothing was held out.
     """
 
     output_dir: str
@@ -74,7 +75,7 @@ class RunResult:
     resumed_from: int
     finished_before: bool
     seconds: float
-    loss: float
+    loss: float | None
     agreement: dict[str, Any] | None
 
     def to_json(self) -> dict[str, Any]:
@@ -85,12 +86,15 @@ def run(
     config: RunConfig,
     *,
     resume: bool = False,
+    announce: Callable[[str], None] = lambda line: None,
     report: Callable[[TrainingProgress], None] = lambda progress: None,
 ) -> RunResult:
     """Train, or go on training, the student that `config` describes.
 
     Args:
         resume: refuse to begin anew when there is no checkpoint to go on from.
+        announce: is told, line by line, what is going to be trained on what, before it is.
+        report: called with the progress after every step.
 
     Raises:
         KnownError: anything in the configuration, cache, student or folder that does not fit, before a step.
@@ -102,9 +106,7 @@ def run(
     if not config.cache or not config.output_dir:
         raise ConfigError(f"{'cache' if not config.cache else 'output_dir'} is not set; name it in the YAML or flags")
     folder = Path(config.output_dir)
-    finished = _finished(folder, config)
-    if finished is not None:
-        return finished
+    _check_settings(folder, config)
     if resume and not any(map(_is_whole, _checkpoints(folder))):
         raise RunFolderError(f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin")
     with TeacherCache.open(config.cache) as cache:
@@ -115,9 +117,15 @@ def run(
         # Refused before training rather than after.
         _projection(config, objective)
         export = load_export(config.export.format)
-        held_out = held_out_rows(config, manifest, cache.rows)
+        quarantined = _quarantined_rows(config, space)
+        held_out = held_out_rows(config, manifest, cache.rows, without=quarantined)
+        record = _describe(config, space, manifest, student, objective, len(held_out))
+        done = _same_run(folder, record)
+        if done is not None:
+            return _result(folder, done, finished_before=True)
         pairs = getattr(objective, "views", "dropout") == "pair" and objective.needs.views == 2
-        dataset = CachedDataset(cache, space, manifest, held_out=held_out, pairs=pairs)
+        left_out = np.union1d(held_out, quarantined)
+        dataset = CachedDataset(cache, space, manifest, left_out=left_out, pairs=pairs)
         model = Distillation(student, objective)
         sharpness = _sharpness(config, model)
         collator = Collator(
@@ -126,28 +134,30 @@ def run(
             prompt=student.prompt,
             repeat=1 if pairs else objective.needs.views,
         )
-        record = _describe(config, space, manifest, student, len(held_out))
-        _check_same_run(folder, record)
         checkpoint = last_checkpoint(folder)
         trainer = DistillTrainer(model, config, dataset, collator, sharpness, report)
         leads = trainer.is_world_process_zero()  # of several processes, one writes
         if leads:
             _write(folder / CONFIG, config.to_yaml())
             _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
+        _announce(announce, record, len(dataset), _step(checkpoint))
         before = _agreement(student, cache, space, held_out)
         if checkpoint is None or not trainer.restore(checkpoint):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         student.cpu()
         projection = _projection(config, objective)
-        after = _agreement(student, cache, space, held_out, projection)
-        figures = {"before": asdict(before), "after": asdict(after)} if before and after else None
         record |= {
             "status": "finished",
             "steps": trainer.state.global_step,
             "seconds": round(time.monotonic() - started, 3),
-            "loss": next(line["loss"] for line in reversed(trainer.state.log_history) if "loss" in line),
+            "loss": next((line["loss"] for line in reversed(trainer.state.log_history) if "loss" in line), None),
             "resumed_from": _step(checkpoint),
-            "agreement": figures,
+            "agreement": before
+            and {
+                "before": before,
+                "after": _agreement(student, cache, space, held_out),
+                "projected": None if projection is None else _agreement(student, cache, space, held_out, projection),
+            },
         }
         if leads:
             parameters = sum(parameter.numel() for parameter in student.parameters())
@@ -160,17 +170,30 @@ def run(
     return _result(folder, record, finished_before=False)
 
 
-def held_out_rows(config: RunConfig, manifest: Manifest, table_rows: int) -> npt.NDArray[np.int64]:
+def held_out_rows(
+    config: RunConfig, manifest: Manifest, table_rows: int, without: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.int64]:
     """Rows kept out of training, ascending; the same for every run with the same seed and corpus.
 
     Second texts of pairs are drawn too; a record that holds a held-out text anywhere is not trained on.
+
+    Args:
+        without: rows that are not to be drawn, because they have no vector.
     """
     rows = manifest.distinct_rows(table_rows)
+    if without is not None and len(without):
+        rows = np.setdiff1d(rows, without, assume_unique=True)
     if len(rows) < SMALLEST_HELD_OUT_FROM or config.data.held_out == 0:
         return np.zeros(0, dtype=np.int64)
     count = min(config.data.held_out, len(rows) // HELD_OUT_SHARE)
     chosen = np.random.default_rng(config.training.seed).choice(len(rows), size=count, replace=False)
     return np.sort(rows[chosen])
+
+
+def _quarantined_rows(config: RunConfig, space: SpaceView) -> npt.NDArray[np.int64]:
+    if not config.data.skip_quarantined:
+        return np.zeros(0, dtype=np.int64)
+    return np.fromiter(sorted(space.quarantined()), dtype=np.int64)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -204,6 +227,23 @@ def _is_whole(checkpoint: Path) -> bool:
         return bool(state["global_step"] == _step(checkpoint))
     except (ValueError, KeyError, TypeError, OSError):
         return False
+
+
+def _announce(announce: Callable[[str], None], record: dict[str, Any], records: int, step: int) -> None:
+    corpus, student = record["corpus"], record["student"]
+    announce(f"teacher: {record['space']['description']}")
+    announce(
+        f"corpus: {corpus['name']}, {records:,} of {corpus['records']:,} records to train on, {corpus['held_out']} "
+        "texts held out"
+    )
+    prompt = f"prompt {student['prompt']!r}" if student["prompt"] else "no prompt"
+    announce(
+        f"student: {student['name']} · {student['layers']} layers of {student['dim']} · {student['pooling']} pooling · "
+        f"{prompt} · at most {student['max_length']} tokens"
+    )
+    going_on = f", going on from step {step:,}" if step else ""
+    method, sharpness = record["objective"]["name"], record["sharpness"]["name"]
+    announce(f"method: {method}, sharpness {sharpness}, {record['precision']}{going_on}")
 
 
 def _objective(config: RunConfig, student: Student, space: SpaceView) -> Objective:
@@ -252,15 +292,21 @@ def _agreement(
     space: SpaceView,
     rows: npt.NDArray[np.int64],
     projection: Tensor | None = None,
-) -> Agreement | None:
-    """Of the vectors that are exported: the student's own, or those it projects into the teacher's space."""
+) -> dict[str, Any] | None:
+    """Of the student's own vectors, or of those that it projects into the teacher's space."""
     if len(rows) <= NEIGHBOURS + 1:
         return None
-    return agreement(student.encode(cache.texts(rows), projection=projection), space.gather(rows), NEIGHBOURS)
+    vectors = student.encode(cache.texts(rows), projection=projection)
+    return asdict(agreement(vectors, space.gather(rows), NEIGHBOURS))
 
 
 def _describe(
-    config: RunConfig, space: SpaceView, manifest: Manifest, student: Student, held_out: int
+    config: RunConfig,
+    space: SpaceView,
+    manifest: Manifest,
+    student: Student,
+    objective: Objective,
+    held_out: int,
 ) -> dict[str, Any]:
     """What the run depends on, as `run.json` keeps it."""
     corpus = manifest.record
@@ -290,7 +336,9 @@ def _describe(
             "max_length": student.max_length,
             "prompt": student.prompt,
             "parameters": sum(parameter.numel() for parameter in student.parameters()),
+            **student.digests,
         },
+        "in_teacher_space": config.export.projection or objective.in_teacher_space,
         "objective": sections["objective"],
         "sharpness": sections["sharpness"],
         "training": sections["training"],
@@ -302,18 +350,52 @@ def _describe(
     }
 
 
-def _check_same_run(folder: Path, record: dict[str, Any]) -> None:
-    """A checkpoint must be continued on the very data it was trained on."""
-    if not (folder / RECORD).exists():
+def _check_settings(folder: Path, config: RunConfig) -> None:
+    """The folder is new, or holds a run with these very settings.
+
+    Raises:
+        RunFolderError: it holds another run, or no run at all.
+    """
+    if not folder.exists() or not any(folder.iterdir()):
         return
+    if not (folder / CONFIG).exists():
+        if all(path.name == RECORD or path.name.endswith(".writing") for path in folder.iterdir()):
+            return
+        raise RunFolderError(f"{folder} is not empty and not a run folder (no {CONFIG}); choose another --output-dir")
+    different = config.difference(RunConfig.load(folder / CONFIG))
+    # Where a folder lies may change between two starts; what is in it is checked by its digests.
+    different = {key: pair for key, pair in different.items() if key not in ("cache", "output_dir")}
+    if different:
+        listed = "; ".join(f"{key}: {theirs!r} there, {mine!r} now" for key, (mine, theirs) in different.items())
+        raise RunFolderError(f"{folder} holds a run with other settings ({listed}); choose another --output-dir")
+
+
+def _same_run(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of this very run when it is finished; None when there is something to do.
+
+    A checkpoint is only ever continued, and a finished student only ever handed out, for the very teacher's
+    vectors, texts and weights that it was trained from.
+
+    Raises:
+        RunFolderError: one of them is another by now.
+    """
+    if not (folder / RECORD).exists():
+        return None
     before = _read_record(folder)
-    for what in ("space", "corpus"):
-        mine, theirs = record[what]["fingerprint"], before.get(what, {}).get("fingerprint")
+    for what, part in (
+        ("space", "fingerprint"),
+        ("corpus", "fingerprint"),
+        ("student", "weights"),
+        ("student", "tokenizer"),
+    ):
+        mine, theirs = record[what][part], before.get(what, {}).get(part)
         if mine != theirs:
             raise RunFolderError(
-                f"{folder} was trained on {what} {theirs}, this command means {what} {mine}; choose another "
-                "--output-dir"
+                f"{folder} was trained with the {what} of {part} {theirs}, this command means {what} {part} {mine}; "
+                "choose another --output-dir"
             )
+    if before.get("status") == "finished" and (folder / FINAL).is_dir():
+        return before
     if record["precision"] != before.get("precision"):
         raise RunFolderError(
             f"{folder} was trained in {before.get('precision')}, this machine would go on in "
@@ -324,31 +406,7 @@ def _check_same_run(folder: Path, record: dict[str, Any]) -> None:
             f"{folder} was trained by {before.get('processes', 1)} processes, these are {record['processes']}: "
             "each would see other records; start as many, or choose another --output-dir"
         )
-
-
-def _finished(folder: Path, config: RunConfig) -> RunResult | None:
-    """The result of this very run when it is done; None when there is something to do.
-
-    Raises:
-        RunFolderError: the folder holds another run, or no run at all.
-    """
-    if not folder.exists() or not any(folder.iterdir()):
-        return None
-    if not (folder / CONFIG).exists():
-        if all(path.name == RECORD or path.name.endswith(".writing") for path in folder.iterdir()):
-            return None
-        raise RunFolderError(f"{folder} is not empty and not a run folder (no {CONFIG}); choose another --output-dir")
-    different = config.difference(RunConfig.load(folder / CONFIG))
-    # Where a folder lies may change between two starts; what is in it is checked by fingerprint.
-    different = {key: pair for key, pair in different.items() if key not in ("cache", "output_dir")}
-    if different:
-        listed = "; ".join(f"{key}: {theirs!r} there, {mine!r} now" for key, (mine, theirs) in different.items())
-        raise RunFolderError(f"{folder} holds a run with other settings ({listed}); choose another --output-dir")
-    if not (folder / RECORD).exists():
-        return None
-    record = _read_record(folder)
-    done = record.get("status") == "finished" and (folder / FINAL).is_dir()
-    return _result(folder, record, finished_before=True) if done else None
+    return None
 
 
 def _read_record(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Pooling is one property, used alike in training, evaluation and export.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,6 +35,7 @@ class Student(nn.Module):
         tokenizer: the encoder's own.
         max_length: tokens, specials included.
         name: hub id or folder name, for people.
+        digests: of the files it was loaded from, "weights" and "tokenizer".
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Student(nn.Module):
         max_length: int,
         prompt: str = "",
         name: str = "student",
+        digests: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.encoder = encoder
@@ -54,6 +56,7 @@ class Student(nn.Module):
         self.max_length = max_length
         self.prompt = prompt
         self.name = name
+        self.digests = dict(digests or {})
         self._with_positions = needs_position_ids(encoder, str(tokenizer.padding_side))
 
     @classmethod
@@ -95,6 +98,7 @@ class Student(nn.Module):
             max_length=length,
             prompt=config.prompt,
             name=spec.space.teacher,
+            digests={"weights": spec.space.weights, "tokenizer": spec.space.tokenizer},
         )
 
     @property

@@ -42,6 +42,14 @@ class Distillation(nn.Module):
         self.student = student
         self.objective = objective
 
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Trainer's `activation_checkpointing`; the non-reentrant kind, through which sharpness can differentiate."""
+        encoder: Any = self.student.encoder
+        kwargs = {**(activation_checkpointing_kwargs or {}), "use_reentrant": False}
+        encoder.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, **options)
+
     # No **kwargs and nothing called `labels`: Trainer would take either as a sign to scale the loss itself.
     def forward(self, input_ids: Tensor, attention_mask: Tensor, vectors: Tensor, text_ids: Tensor) -> dict[str, Any]:
         """`loss`, the sum of the objective's terms, and `terms` by name."""
@@ -101,7 +109,7 @@ class TrainingProgress:
     step: int
     steps: int
     epoch: float
-    loss: float
+    loss: float | None  # the latest that was logged
 
 
 class DistillTrainer(SharpnessMixin, Trainer):
@@ -128,7 +136,10 @@ class DistillTrainer(SharpnessMixin, Trainer):
         self._summed_steps = 0.0
         sampler_batches = len(self._sampler(config, len(dataset), 0, int(os.environ.get("WORLD_SIZE", 1))))
         arguments = training_arguments(config, sampler_batches)
-        super().__init__(model=model, args=arguments, train_dataset=dataset, data_collator=collator)
+        try:
+            super().__init__(model=model, args=arguments, train_dataset=dataset, data_collator=collator)
+        except (ValueError, RuntimeError, ImportError) as error:  # a logger that is absent, an unfit argument
+            raise ConfigError(f"training arguments were refused: {' '.join(str(error).split())}") from error
         self.sharpness = sharpness
         self._refuse_unsupported()
         self.remove_callback(PrinterCallback)
@@ -328,6 +339,8 @@ def settled_precision(precision: str) -> str:
 
     A rule, not a measurement: the same machine always answers the same, so a run can be resumed exactly.
     """
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise ConfigError("training.precision is fp16, which needs a CUDA GPU; use bf16, fp32 or auto")
     if precision != "auto":
         return precision
     if torch.cuda.is_available():
@@ -386,7 +399,7 @@ class ProgressReport(TrainerCallback):
 
     def __init__(self, report: Callable[[TrainingProgress], None]) -> None:
         self.report = report
-        self.loss = math.nan
+        self.loss: float | None = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.loss = (logs or {}).get("loss", self.loss)

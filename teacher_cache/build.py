@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from teacher_cache.cache import TeacherCache, checked_name
 from teacher_cache.corpus import Corpus
+from teacher_cache.errors import CacheError
 from teacher_cache.storage.codec import number_format
 from teacher_cache.storage.manifest import CorpusRecord, Manifest, Source, writing_manifest
 from teacher_cache.teachers import resolve, settle_dtype
@@ -94,7 +95,7 @@ def build(
     teacher: TeacherOptions,
     cache: str | Path,
     *,
-    name: str,
+    name: str | None = None,
     workers: Workers | None = None,
     storage: str | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
@@ -102,7 +103,7 @@ def build(
     """Make sure that every text of `corpus` has a vector of `teacher` in `cache`.
 
     Args:
-        name: under which the corpus is kept.
+        name: under which the corpus is kept, in place of an older one; None takes `corpus.name`.
         storage: number format of a new space; None takes "float16", or what the space has.
         report: called with the progress after every batch.
 
@@ -110,12 +111,15 @@ def build(
         TeacherError, CorpusError, CacheError: nothing half-done is left, what was committed stays.
     """
     started = time.monotonic()
-    checked_name(name, "corpus")
+    if name is not None:
+        checked_name(name)
     # Before anything is written: a mistake leaves no folder behind.
     if storage is not None:
         number_format(storage)
     spec = resolve(teacher)
     with TeacherCache.open(cache, "a") as table:
+        if name is None:
+            name = _default_name(corpus, table)
         manifest = ingest(corpus, table, name, report)
         wanted = manifest.distinct_rows(table.rows)
         spec = settle_dtype(spec, (record.space for record in table.space_records().values()))
@@ -146,8 +150,27 @@ def build(
         )
 
 
+def _default_name(corpus: Corpus, table: TeacherCache) -> str:
+    """The corpus's own name, unless the cache has a corpus of that name from other files.
+
+    Raises:
+        CacheError: it has.
+    """
+    known = table.corpora().get(corpus.name)
+    if known is not None and not {source.name for source in known.sources} & set(corpus.origins):
+        raise CacheError(
+            f"corpus {corpus.name!r} of {table.path} came from {known.sources[0].name}, this one from "
+            f"{corpus.origins[0]}; give it another --name (or the same to replace it)"
+        )
+    return corpus.name
+
+
 def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Progress], None]) -> Manifest:
-    """Give every text of the corpus a row and publish its row list under `name`."""
+    """Give every text of the corpus a row and publish its row list under `name`.
+
+    Raises:
+        CorpusError: a fault, or no record at all; the corpus is not published.
+    """
     progress = Progress()
     columns = len(corpus.columns)
     with writing_manifest(table.path, name, columns) as (writer, written), table.appending() as appender:
@@ -156,6 +179,7 @@ def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Pro
             writer.append(rows.reshape(len(records), columns))
             progress.done += len(records)
             report(progress)
+        corpus.require_records()
     distinct = _count_distinct(written, table.rows)
     record = CorpusRecord(
         name=name,

@@ -47,16 +47,16 @@ LOCK = "writer.lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def checked_name(name: str, what: str) -> str:
-    """`name`, if it can be a folder inside the cache and nowhere else.
+def checked_name(name: str) -> str:
+    """`name`, if it can be a corpus's folder inside the cache and nowhere else.
 
     Raises:
         CacheError: it could leave the folder, or is empty.
     """
     if not _NAME.fullmatch(name):
         raise CacheError(
-            f"{name!r} cannot name a {what}: use up to 100 letters, digits, '.', '_' and '-', starting with "
-            "a letter or digit"
+            f"{name!r} cannot name a corpus: give --name up to 100 letters, digits, '.', '_' and '-', starting "
+            "with a letter or digit"
         )
     return name
 
@@ -83,6 +83,7 @@ class TeacherCache:
         Raises:
             CacheNotFound: no cache there (mode "r").
             FormatVersionError: written by another version of the format.
+            DamagedCache: it does not say its format, or its index is gone.
             CacheLocked: someone else is writing (mode "a").
         """
         path = Path(path)
@@ -253,7 +254,7 @@ class TeacherCache:
         return None
 
     def ensure_space(self, space: EmbeddingSpace, storage: str) -> SpaceView:
-        """The stored space equal to `space`, made empty if it is new.
+        """The stored space equal to `space`; a new one is an empty folder that its first `write` publishes.
 
         Raises:
             CacheError: it is there in another number format.
@@ -281,7 +282,6 @@ class TeacherCache:
         record = SpaceRecord(space, storage)
         with replacing(folder / "space.json") as file:  # for people and other tools; the index is what counts
             file.write(record.to_json())
-        self.index.commit([Change("spaces", space.slug.encode(), record.to_json())])
         return SpaceView(self.path, self.index, record)
 
     @contextmanager
@@ -323,6 +323,9 @@ def _check_format(path: Path) -> None:
             f"{path} is in cache format {version}, this version reads format {FORMAT_VERSION}; use the "
             "release that wrote it, or build a new cache"
         )
+    # LMDB would make an empty one for a writer, and everything stored would be written over.
+    if not Index.exists(path / INDEX):
+        raise DamagedCache(f"the index at {path / INDEX} is gone: put a copy back, or build a new cache")
 
 
 def _is_half_made(path: Path) -> bool:

@@ -66,11 +66,18 @@ _ARROW_ROWS = 1024
 _CSV_FIELD_LIMIT = 2**27
 _JSON_NAMES = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
 
+# What `checked_name` refuses in the name of a corpus.
+_NOT_IN_A_NAME = re.compile("[^A-Za-z0-9._-]+")
+
 T = TypeVar("T")
 
 
 class SourceRange(NamedTuple):
-    """Which records of a corpus came from one source; skipped records have no number."""
+    """Which records of a corpus came from one source; skipped records have no number.
+
+    Attributes:
+        name: absolute path, or "stdin".
+    """
 
     name: str
     first_record: int
@@ -85,6 +92,11 @@ class _Source:
     path: Path | None
     format: str
     compression: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Absolute path, so that it means the same file from every folder, or "stdin"."""
+        return self.name if self.path is None else os.path.abspath(self.path)
 
 
 class Corpus:
@@ -185,10 +197,41 @@ class Corpus:
                 if len(batch) == n:
                     yield batch
                     batch = []
-            ranges.append(SourceRange(source.name, first, counts["records"] - first))
+            ranges.append(SourceRange(source.origin, first, counts["records"] - first))
         if batch:
             yield batch
         self._ranges, self._fingerprint = ranges, digest.hexdigest()
+
+    @property
+    def name(self) -> str:
+        """What a cache calls this corpus unless told otherwise.
+
+        The first file's name without its endings, with "-" for what cannot be in the name of a folder; "stdin"
+        for standard input, "corpus" when nothing is left.
+        """
+        first = self._inputs[0]
+        name = Path(first.origin).name
+        if first.path is not None and first.format != "dataset":
+            name = Path(name.removesuffix(first.path.suffix) if first.compression else name).stem
+        return _NOT_IN_A_NAME.sub("-", name)[:100].strip("-._") or "corpus"
+
+    @property
+    def origins(self) -> list[str]:
+        """Absolute path of every source, or "stdin", in corpus order; known before anything is read."""
+        return [source.origin for source in self._inputs]
+
+    def require_records(self) -> None:
+        """To be called after an iteration.
+
+        Raises:
+            CorpusError: it found no record.
+        """
+        if not self.counts["records"]:
+            others = f" and {len(self._inputs) - 1} more" if len(self._inputs) > 1 else ""
+            raise CorpusError(
+                f"{self._inputs[0].name}{others}: no texts, {self.counts['skipped_empty']} records were skipped as "
+                "empty; pass a file that holds some"
+            )
 
     @property
     def sources(self) -> list[SourceRange]:

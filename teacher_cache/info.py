@@ -8,6 +8,9 @@ import numpy as np
 
 from teacher_cache.cache import TeacherCache
 
+# Quarantined rows of a space that are told with their texts.
+LISTED = 100
+
 
 def describe(path: str | Path) -> dict[str, Any]:
     """Rows, corpora and spaces, with the names that `tcache info --json` promises."""
@@ -15,11 +18,17 @@ def describe(path: str | Path) -> dict[str, Any]:
         spaces = {}
         for slug, view in cache.spaces().items():
             records = cache.index.shards(view.array_name).values()
+            refused = view.quarantined()
+            listed = sorted(refused)[:LISTED]
             spaces[slug] = {
                 "dim": view.dims,
                 "storage": view.record.storage,
                 "present": sum(int(record.present.sum()) for record in records),
-                "quarantined": len(view.quarantined()),
+                "quarantined": len(refused),
+                "quarantined_rows": [
+                    {"row": row, "text": text, "reason": refused[row]}
+                    for row, text in zip(listed, cache.texts(np.array(listed, dtype=np.int64)), strict=True)
+                ],
                 "bytes": sum(record.size for record in records),
                 "worst_error": max((record.worst_error for record in records), default=0.0),
                 "teacher": view.space.teacher,

@@ -1,4 +1,7 @@
-"""What a build would cost, without building: nothing is written and, unless asked, no weights are loaded."""
+"""What a build would cost, without building: nothing goes into the cache, no weights are loaded unless asked.
+
+The files of a hub model are downloaded all the same: which vectors a cache has is a matter of their digest.
+"""
 
 import random
 import time
@@ -72,6 +75,7 @@ def plan(corpus: Corpus, teacher: TeacherOptions, cache: str | Path, *, probe: b
                 sample.append(text)
             elif (place := draw.randrange(seen)) < SAMPLE:
                 sample[place] = text
+    corpus.require_records()
     distinct = np.unique(np.frombuffer(bytes(keys), dtype=f"V{KEY_BYTES}"))
     cached, rate = _in_cache(distinct, spec, Path(cache))
     missing = len(distinct) - cached

@@ -141,10 +141,14 @@ class SpaceView:
     ) -> tuple[int, dict[int, str]]:
         """Store the vectors of some rows of one shard, durable and published when this returns.
 
-        Rows that the number format cannot hold, and non-finite ones, are quarantined with a reason.
+        Rows that the number format cannot hold, and non-finite ones, are quarantined with a reason. The first
+        write to a new space publishes the space too.
 
         Returns:
             How many were stored, and row -> reason for the others.
+
+        Raises:
+            DamagedCache: the shard's older rows are not what was written; nothing changes.
         """
         shard_rows = self.vectors.shard_rows
         checked = check_rows(vectors, self.form)
@@ -160,7 +164,7 @@ class SpaceView:
             worst = float(checked.cosine_error[good].max())
             if before is not None:
                 present |= before.present
-                body[present] = self.vectors.read_shard(number, before.present, before.digest)
+                body[present] = self.vectors.read_checked(number, before.present, before.digest)
                 worst = max(worst, before.worst_error)
             within = rows[good] - number * shard_rows
             body[within] = checked.stored[good]
@@ -169,6 +173,8 @@ class SpaceView:
             self.vectors.grow(number * shard_rows + int(np.flatnonzero(present)[-1]) + 1)
             record = ShardRecord(receipt.digest, worst, receipt.size, present)
             changes.append(Change("shards", shard_key(self.array_name, number), record.pack()))
+        if self.index.record("spaces", self.slug) is None:
+            changes.append(Change("spaces", self.slug.encode(), self.record.to_json()))
         self.index.commit(changes)
         return int(good.sum()), refused
 

@@ -41,17 +41,17 @@ class Records:
 
 
 class CachedDataset(Dataset[Records]):
-    """A corpus in one embedding space, by record number; held-out texts are skipped over.
+    """A corpus in one embedding space, by record number; texts that are left out are skipped over.
 
     Pickles without open handles: each data-loading process opens the cache for itself.
 
     Args:
-        held_out: rows that must not be trained on, wherever they stand in the corpus.
+        left_out: rows that must not be trained on, wherever they stand in the corpus; they need no vector.
         pairs: give the second text of each record too.
 
     Raises:
         MissingRows: a text of the corpus has no vector in the space.
-        ConfigError: `pairs` of a corpus without a second column, or no record without a held-out text.
+        ConfigError: `pairs` of a corpus without a second column, or no record that is not left out.
         DamagedCache: a text and its key do not belong together.
     """
 
@@ -61,7 +61,7 @@ class CachedDataset(Dataset[Records]):
         space: SpaceView,
         manifest: Manifest,
         *,
-        held_out: npt.NDArray[np.int64] | None = None,
+        left_out: npt.NDArray[np.int64] | None = None,
         pairs: bool = False,
     ) -> None:
         if pairs and len(manifest.record.columns) < 2:
@@ -76,18 +76,19 @@ class CachedDataset(Dataset[Records]):
         self.pairs = pairs
         self._open: tuple[TeacherCache, SpaceView, Manifest] | None = (cache, space, manifest)
         rows = manifest.distinct_rows(cache.rows)
-        _refuse_missing(space, self.corpus_name, rows)
-        _probe(cache, rows)
         excluded = np.zeros(0, dtype=np.int64)
-        if held_out is not None and len(held_out):
-            excluded = _records_with(held_out, manifest, cache.rows)
-        # Number of trained-on records before each held-out one: record i is found by one binary search.
+        if left_out is not None and len(left_out):
+            rows = np.setdiff1d(rows, left_out, assume_unique=True)
+            excluded = _records_with(left_out, manifest, cache.rows)
+        _refuse_missing(cache, space, self.corpus_name, rows)
+        _probe(cache, rows)
+        # Number of trained-on records before each one left out: record i is found by one binary search.
         self._before_excluded = excluded - np.arange(len(excluded))
         self.records = len(manifest) - len(excluded)
         if self.records == 0:
             raise ConfigError(
-                f"every record of corpus {self.corpus_name!r} has a held-out text, none is left to train on; "
-                "set data.held_out=0"
+                f"every record of corpus {self.corpus_name!r} has a text that is held out or quarantined, none is left "
+                "to train on; set data.held_out=0, or build a larger corpus"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def _records_with(texts: npt.NDArray[np.int64], manifest: Manifest, table_rows: 
     return np.concatenate(found)
 
 
-def _refuse_missing(space: SpaceView, corpus: str, rows: npt.NDArray[np.int64]) -> None:
+def _refuse_missing(cache: TeacherCache, space: SpaceView, corpus: str, rows: npt.NDArray[np.int64]) -> None:
     absent = rows[~space.present(rows)]
     if not len(absent):
         return
@@ -140,8 +141,9 @@ def _refuse_missing(space: SpaceView, corpus: str, rows: npt.NDArray[np.int64]) 
     quarantined = [row for row in absent.tolist() if row in refused]
     if len(quarantined) == len(absent):
         raise MissingRows(
-            f"{len(absent)} texts of corpus {corpus!r} have no vector in {space.slug}: they are quarantined, "
-            f"the first because {refused[quarantined[0]]}; leave them out of the corpus and build it again"
+            f"{len(absent)} texts of corpus {corpus!r} have no vector in {space.slug}: they are quarantined, the "
+            f"first, {cache.texts(absent[:1])[0][:60]!r}, because {refused[quarantined[0]]}; set "
+            "data.skip_quarantined=true to train without them"
         )
     raise MissingRows(
         f"{len(absent)} of {len(rows)} texts of corpus {corpus!r} have no vector in {space.slug} "

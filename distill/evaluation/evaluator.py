@@ -3,9 +3,10 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,9 @@ import numpy.typing as npt
 from distill.errors import EvaluationError
 from distill.evaluation import load_task
 from distill.evaluation.base import Encoder, Report, Task, TaskScore
+
+if TYPE_CHECKING:
+    from teacher_cache.teachers import TeacherOptions
 
 # Texts in one call of the encoder: enough to sort by length within, few enough to hold tokenised.
 CHUNK = 4096
@@ -60,34 +64,40 @@ def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "
 
 
 def evaluate_model(
-    model: str,
+    options: "TeacherOptions",
     data: Path,
     *,
     names: Sequence[str] | None = None,
-    dtype: str = "fp32",
-    device: str | None = None,
     announce: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Score a model on the nine tasks, with its own pooling, prompt and maximum length.
 
-    A model is asked exactly as a teacher is: a finished student can be either.
+    A model is asked exactly as a teacher is: a finished student can be either. Unless `options.normalize` says
+    otherwise, its vectors are taken as its pooling gives them, before any normalisation: the published protocol
+    trains its classifiers on those, and cosines do not change.
 
     Args:
-        model: a run folder (its `final/` is scored), a model folder or a hub id.
+        options: which model and how it is asked; of a run folder `final/` is scored.
         announce: is told how the model is asked, before it is.
 
     Raises:
         EvaluationError, TeacherError: a file or the model is missing.
     """
-    from teacher_cache.teachers import TeacherOptions, load_teacher, resolve, settle_dtype
+    from teacher_cache.teachers import load_teacher, resolve, settle_dtype
 
     evaluator = Evaluator(nine_tasks(data, names))
-    final = Path(model) / "final"
-    spec = resolve(TeacherOptions(model=str(final) if final.is_dir() else model, dtype=dtype, device=device))
+    final = Path(options.model) / "final"
+    spec = resolve(
+        replace(
+            options,
+            model=str(final) if final.is_dir() else options.model,
+            normalize=options.normalize if options.normalize is not None else False,
+        )
+    )
     if spec.space.dtype == "auto":
         spec = settle_dtype(spec)
     announce(spec.space.describe())
-    return evaluator(load_teacher(spec), model)
+    return evaluator(load_teacher(spec), options.model)
 
 
 class Evaluator:

@@ -12,11 +12,10 @@ def model_card(record: Mapping[str, Any]) -> str:
             `versions`, as `distill.run` writes them.
     """
     space, corpus, student = record["space"], record["corpus"], record["student"]
-    projected = record["export"]["projection"]
     lives_in = (
         f"The vectors ({space['dims']} numbers) live in the teacher's space `{space['slug']}`: they can be "
         "compared with the teacher's own."
-        if projected
+        if record["in_teacher_space"]
         else f"The vectors ({student['dim']} numbers) live in the student's own space, which was shaped "
         f"after the teacher's `{space['slug']}`; do not compare them with the teacher's vectors."
     )
@@ -57,17 +56,25 @@ def model_card(record: Mapping[str, Any]) -> str:
     ]
     agreement = record.get("agreement")
     if agreement:
-        before, after = agreement["before"], agreement["after"]
+        columns = [name for name in ("before", "after", "projected") if agreement[name]]
+        figures = agreement["before"]
+        names = {"before": "before training", "after": "after", "projected": "after, projected"}
         lines += [
-            f"Agreement of these vectors with the teacher's on {after['texts']} texts that were not trained on:",
+            f"Agreement of the student's own vectors with the teacher's on {figures['texts']} texts that were not "
+            "trained on:",
             "",
-            "| | before | after |",
-            "|---|---|---|",
-            f"| Spearman of pairwise cosines | {before['spearman']:.4f} | {after['spearman']:.4f} |",
-            f"| Overlap of the {after['neighbours']} nearest neighbours | {before['overlap']:.4f} | "
-            f"{after['overlap']:.4f} |",
+            f"| | {' | '.join(names[name] for name in columns)} |",
+            f"|---|{'---|' * len(columns)}",
+            _row("Spearman of pairwise cosines", [agreement[name]["spearman"] for name in columns]),
+            _row(
+                f"Overlap of the {figures['neighbours']} nearest neighbours", [agreement[n]["overlap"] for n in columns]
+            ),
             "",
         ]
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     lines += [f"Made with {versions}.", ""]
     return "\n".join(lines)
+
+
+def _row(what: str, values: list[float]) -> str:
+    return f"| {what} | {' | '.join(f'{value:.4f}' for value in values)} |"

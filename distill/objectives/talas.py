@@ -36,6 +36,7 @@ from distill.objectives.base import Needs, Objective, StudentOutput, StudentShap
 from distill.objectives.simcse import check_temperature, info_nce
 
 VIEWS = ("dropout", "pair")
+HEADS = ("learned", "identity")
 
 
 class Talas(Objective):
@@ -65,6 +66,7 @@ class Talas(Objective):
         temperature: float = 0.1,
         mask_duplicates: bool = True,
         views: str = "dropout",
+        head: str = "learned",
         head_init_std: float = 1e-3,
     ) -> None:
         """Allocate one bias-free head for each anchored layer.
@@ -79,6 +81,8 @@ class Talas(Objective):
             views: where the trainer takes view 2 from: "dropout" encodes the same texts again under other
                 dropout masks, "pair" encodes the second text of each row. Teacher vectors and text ids
                 are of the first text either way.
+            head: "learned" projects each anchored layer into the teacher's space; "identity" anchors the states
+                themselves, so that the student's own vectors come to lie there (equal widths only).
             head_init_std: standard deviation of the heads' normal initial values.
 
         Raises:
@@ -93,6 +97,12 @@ class Talas(Objective):
         _check("head_init_std", std, "a number above 0", _is_number(std) and 0 < std < math.inf)
         _check("views", views, f"one of {', '.join(VIEWS)}", views in VIEWS)
         check_temperature(temperature)
+        _check("head", head, f"one of {', '.join(HEADS)}", head in HEADS)
+        if head == "identity" and shape.dim != teacher_dim:
+            raise ConfigError(
+                f"talas option head: 'identity' needs equal widths, the student's is {shape.dim} and the teacher's "
+                f"{teacher_dim}"
+            )
         layers = shape.layers
         _check_count("anchored_layers", anchored_layers, 1, layers, f"a student of {layers} layers")
 
@@ -104,10 +114,13 @@ class Talas(Objective):
         self.first_aligned = 0
         if lasd_weight:
             self.first_aligned = _first_aligned(shape, start_layer, depth)
-        heads = anchored_layers if tamd_weight else 0
-        self.heads = nn.ModuleList(nn.Linear(shape.dim, teacher_dim, bias=False) for _ in range(heads))
-        for head in self.heads.parameters():
-            nn.init.normal_(head, std=head_init_std)
+        self.in_teacher_space = head == "identity" and bool(tamd_weight)
+        anchored = range(anchored_layers if tamd_weight else 0)
+        self.heads = nn.ModuleList(
+            nn.Linear(shape.dim, teacher_dim, bias=False) if head == "learned" else nn.Identity() for _ in anchored
+        )
+        for projection in self.heads.parameters():
+            nn.init.normal_(projection, std=head_init_std)
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
         """The weighted terms, float32 scalars, whatever the autocast state around."""
@@ -125,16 +138,13 @@ class Talas(Objective):
         return terms
 
     def projection(self) -> Tensor | None:
-        """`(d_T, d_s)` weight of the last layer's head; None when TAMD is off."""
+        """`(d_T, d_s)` weight of the last layer's head; None when none is learned."""
         heads = list(self.heads.parameters())
         return heads[-1] if heads else None
 
     def _anchoring(self, layers: Tensor, target: Tensor) -> Tensor:
         projected = torch.stack(
-            [
-                nn.functional.linear(state.float(), head.float())
-                for state, head in zip(layers[self.first_anchored :], self.heads.parameters(), strict=True)
-            ]
+            [head(state.float()) for state, head in zip(layers[self.first_anchored :], self.heads, strict=True)]
         )
         return (1 - (unit(projected) * unit(target)).sum(-1)).mean()
 

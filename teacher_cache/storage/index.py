@@ -27,6 +27,7 @@ from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, DiskFu
 # Named databases. `keys`: 16-byte text key -> row. `shards`: array name, 0, shard number -> ShardRecord.
 # `quarantine`: space, 0, row -> reason. `corpora`, `spaces`: name -> JSON. `meta`: b"rows" -> row count.
 DATABASES = ("meta", "keys", "shards", "corpora", "spaces", "quarantine")
+DATA = "data.mdb"
 FIRST_MAP_BYTES = 64 * 2**20
 MAX_READERS = 1024
 
@@ -145,7 +146,7 @@ def _acquire(folder: Path, *, writable: bool) -> _Environment:
     with _registry:
         known = _known(folder)
         if known is None:
-            if not writable and not (folder / "data.mdb").exists():
+            if not writable and not Index.exists(folder):
                 raise CacheNotFound(f"no index at {folder}: not a teacher cache, or its index was deleted")
             known = _Environment(folder, writable=writable)
             _environments[_file_of(folder)] = known
@@ -167,7 +168,7 @@ def _known(folder: Path) -> _Environment | None:
 
 
 def _file_of(folder: Path) -> tuple[int, int]:
-    status = os.stat(folder / "data.mdb")
+    status = os.stat(folder / DATA)
     return status.st_dev, status.st_ino
 
 
@@ -188,6 +189,10 @@ class Index:
         self.writable = writable
         self._shared: _Environment | None = None
         self._snapshot: tuple[Any, dict[str, Any]] | None = None
+
+    @staticmethod
+    def exists(folder: Path) -> bool:
+        return (folder / DATA).is_file()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder}

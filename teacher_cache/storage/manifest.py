@@ -24,7 +24,11 @@ CORPORA = "corpora"
 
 @dataclass(frozen=True)
 class Source:
-    """Records `[first, first + records)` of a corpus came from this file."""
+    """Records `[first, first + records)` of a corpus came from this file.
+
+    Attributes:
+        name: absolute path, or "stdin".
+    """
 
     name: str
     first: int

@@ -377,6 +377,22 @@ class ShardedArray:
         """The present rows of one shard, in row order."""
         return self.read_rows(number, np.flatnonzero(present), tag)
 
+    def read_checked(self, number: int, present: npt.NDArray[np.bool_], digest: bytes) -> Rows:
+        """The present rows of a shard that is to be written anew with more.
+
+        A new digest would vouch for whatever is merged into it, so the old rows must still have theirs.
+
+        Raises:
+            DamagedCache: they are not the values that were written.
+        """
+        rows = self.read_shard(number, present, digest)
+        if self.codec.digest(rows) != digest:
+            raise DamagedCache(
+                f"{self.shard_path(number)} does not hold the values that were written, so nothing is added to it; "
+                "`tcache verify --deep` tells what else is damaged"
+            )
+        return rows
+
     def read_rows(self, number: int, within: npt.NDArray[np.intp], tag: bytes) -> Rows:
         """Rows of one shard by their place in it, in the order asked for; each chunk is decoded once."""
         shard = self.open_shard(number, tag)

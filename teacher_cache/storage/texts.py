@@ -63,10 +63,15 @@ class TextTable:
         shard_of = rows // self.shard_rows
         for number in np.unique(shard_of).tolist():
             wanted = np.flatnonzero(shard_of == number)
-            record = self.index.shard(name, number)
-            if record is None:
-                raise DamagedCache(f"the index has no record of shard {number} of {name}; run `tcache verify`")
+            record = self.record(name, number)
             out[wanted] = array.read_rows(number, rows[wanted] - number * self.shard_rows, record.digest)
+
+    def record(self, name: str, number: int) -> ShardRecord:
+        """What the index promises about a shard that the caller knows to exist."""
+        record = self.index.shard(name, number)
+        if record is None:
+            raise DamagedCache(f"the index has no record of shard {number} of {name}; run `tcache verify`")
+        return record
 
 
 class TextAppender:
@@ -113,16 +118,20 @@ class TextAppender:
         new_keys = list(islice(self._keys, count))
         texts: npt.NDArray[np.object_] = np.empty(start + count, dtype=object)
         keys = np.empty((start + count, KEY_BYTES), dtype=np.uint8)
-        if start:  # the shard has room left: write it anew with what it holds already
-            before = np.arange(start)
-            texts[:start] = table.read(before + number * table.shard_rows)
-            keys[:start] = table.read_keys(before + number * table.shard_rows)
         texts[start:] = self._texts[:count]
         keys[start:] = np.frombuffer(b"".join(new_keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
         present = np.arange(table.shard_rows) < start + count
         changes = [Change("keys", key, row_value(self._keys[key])) for key in new_keys]
         committed = self._first_row + count
         for name, array, values in ((TEXT, table.text, texts), (KEYS, table.keys, keys)):
+            if start:  # the shard has room left: write it anew with what it holds already
+                before = table.record(name, number)
+                if int(before.present.sum()) != start:
+                    raise DamagedCache(
+                        f"the index has {before.present.sum()} rows of shard {number} of {name}, expected {start}; "
+                        "run `tcache verify`"
+                    )
+                values[:start] = array.read_checked(number, before.present, before.digest)
             receipt = array.write_shard(number, values, present[: len(values)])
             record = ShardRecord(receipt.digest, 0.0, receipt.size, present)
             changes.append(Change("shards", shard_key(name, number), record.pack()))

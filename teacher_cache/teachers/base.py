@@ -17,11 +17,11 @@ class Encoded:
     """What a teacher said about n texts, in the order they were given.
 
     Attributes:
-        vectors: `(n, dims)` float32. A row that stayed non-finite after a float32 retry is left as it is:
-            the caller must quarantine it.
+        vectors: `(n, dims)` float32. A row that stayed non-finite or null after a float32 retry is left as it
+            is, whatever the space's `normalize` says: the caller must quarantine it.
         tokens: `(n,)` int32, tokens after truncation, specials and prompt included.
         truncated: `(n,)` bool, texts that were longer than the space's `max_length`.
-        repaired: `(n,)` bool, rows that were non-finite in the compute precision and finite in float32.
+        repaired: `(n,)` bool, rows that were non-finite or null in the compute precision and sound in float32.
     """
 
     vectors: npt.NDArray[np.float32]

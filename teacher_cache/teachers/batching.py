@@ -90,7 +90,7 @@ class BatchedEncoder:
         self._self_check()
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
-        """Vectors and counts of n texts, in order; a null vector has no direction and comes back as NaN."""
+        """Vectors and counts of n texts, in order."""
         tokens = self._tokenize(texts)
         rows = np.arange(len(texts))
         vectors = self._vectors(self._forward, tokens, rows)
@@ -99,7 +99,6 @@ class BatchedEncoder:
         if broken.any() and (forward := self._in_float32()) is not None:
             vectors[broken] = self._vectors(forward, tokens, rows[broken])
             repaired = broken & ~_broken(vectors)
-        vectors[~vectors.any(axis=1)] = np.nan
         return Encoded(
             vectors=vectors,
             tokens=np.fromiter(map(len, tokens.ids), dtype=np.int32, count=len(texts)),

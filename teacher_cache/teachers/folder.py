@@ -34,6 +34,10 @@ _ROBERTA_LIKE = frozenset(
     | {"xlm-roberta", "xlm-roberta-xl", "xmod"}
 )
 
+# Single-file names, best first; shards stand in NAME.index.json. The second is a pickle: it is loaded with
+# torch's weights_only, which makes tensors of it and runs nothing.
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
 # Modules that cannot be without weights.
 _WEIGHTED = frozenset({"Transformer", "Dense", "LayerNorm"})
 
@@ -59,7 +63,7 @@ class ModelFolder:
         """Look at `path` and make sure that it can be loaded safely.
 
         Raises:
-            TeacherError: no folder, no configuration, no safetensors, or an adapter without its base.
+            TeacherError: no folder, no configuration, no weights, or an adapter without its base.
         """
         folder = cls(path.expanduser().resolve())
         if not folder.path.is_dir():
@@ -74,34 +78,15 @@ class ModelFolder:
                 f"{folder.path} holds an adapter whose base weights lie elsewhere: "
                 "merge them with peft's merge_and_unload() and save the merged model"
             )
-        folder._require_safetensors(folder.encoder, needed=True)
-        for module, kind in zip(folder.modules, folder.module_kinds(), strict=True):
-            folder._require_safetensors(folder.path / module["path"], needed=kind in _WEIGHTED)
+        needed = {folder.encoder} | {
+            folder.path / module["path"]
+            for module, kind in zip(folder.modules, folder.module_kinds(), strict=True)
+            if kind in _WEIGHTED
+        }
+        for part in folder.parts:
+            if not weight_files(part) and part in needed:
+                raise TeacherError(f"{part} holds no weights: expected {' or '.join(_WEIGHTS)}")
         return folder
-
-    @staticmethod
-    def _require_safetensors(part: Path, *, needed: bool) -> None:
-        pickled = sorted(p.name for p in (*part.glob("*.bin"), *part.glob("*.pt"), *part.glob("*.ckpt")))
-        pickled = [name for name in pickled if name != "training_args.bin"]
-        held = {p.name for p in part.glob("*.safetensors")}
-        index = part / "model.safetensors.index.json"
-        if "model.safetensors" in held:
-            return
-        if index.is_file():
-            absent = sorted(set(_read_json(index).get("weight_map", {}).values()) - held)
-            if absent:
-                raise TeacherError(
-                    f"{part} is incomplete: {len(absent)} weight files are missing, first {absent[0]}; "
-                    "download the model again"
-                )
-            return
-        if pickled:
-            raise TeacherError(
-                f"{part} has its weights only as {pickled[0]}, a pickle that could run any code: convert it "
-                "once with AutoModel.from_pretrained(folder).save_pretrained(folder) and delete the pickle"
-            )
-        if needed:
-            raise TeacherError(f"{part} holds no weights: expected model.safetensors; pickled ones must be converted")
 
     # -- what the files say ------------------------------------------------------------------------------
 
@@ -214,12 +199,10 @@ class ModelFolder:
     # -- digests -----------------------------------------------------------------------------------------
 
     def weights_digest(self) -> str:
-        """Hex digest of configurations, module list, custom code and every safetensors file."""
-        files: list[Path] = []
+        """Hex digest of configurations, module list, the folder's own code and weights."""
+        files: list[Path] = [*self.path.glob("*.py")]
         for part in self.parts:
-            files += part.glob("*.safetensors")
-        if self.config.get("auto_map"):
-            files += self.path.glob("*.py")
+            files += [*part.glob("*.py"), *part.glob("*.safetensors"), *weight_files(part)]
         configs: dict[str, Any] = {"modules": self.modules}
         for part in self.parts:
             configs[self._relative(part)] = _without(self._json(part / "config.json"), _NOT_IDENTITY)
@@ -248,6 +231,35 @@ class ModelFolder:
 
     def _json(self, path: Path) -> dict[str, Any]:
         return _read_json(path) if path.is_file() else {}
+
+
+def weight_files(part: Path) -> list[Path]:
+    """The files that a part's weights are loaded from; empty when it has none.
+
+    Safetensors, else PyTorch's pickles: both libraries prefer them in this order.
+
+    Raises:
+        TeacherError: an index names files that are not there.
+    """
+    for name in _WEIGHTS:
+        if (part / name).is_file():
+            return [part / name]
+        index = part / f"{name}.index.json"
+        if not index.is_file():
+            continue
+        named = set(_read_json(index).get("weight_map", {}).values())
+        absent = sorted(named - {path.name for path in part.iterdir()})
+        if absent:
+            raise TeacherError(
+                f"{part} is incomplete: {len(absent)} weight files are missing, first {absent[0]}; "
+                "download the model again"
+            )
+        return [part / file for file in sorted(named)]
+    return []
+
+
+def has_safetensors(part: Path) -> bool:
+    return any(path.suffix == ".safetensors" for path in weight_files(part))
 
 
 def _without(record: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Where a model's files are: a local folder, the hub's cache, or the hub."""
 
-from pathlib import Path
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 
 from teacher_cache.errors import MissingDependency, TeacherError
 from teacher_cache.teachers.families import FAMILIES, nearest_names
 from teacher_cache.teachers.folder import ModelFolder
 
-# Everything a teacher reads, sub-folders included, and no pickled weights.
+# Everything a teacher reads, sub-folders included; pickled weights are added where there are no others.
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.spm"]
 # Exports for other runtimes would match the patterns above.
 _IGNORED = ["onnx/*", "openvino/*", "original/*", "*/onnx/*", "*/openvino/*"]
@@ -53,9 +55,10 @@ def _from_hub(asked: str, hub_id: str, revision: str | None, trust_remote_code: 
         if constants.HF_HUB_OFFLINE and isinstance(absent_or_incomplete, TeacherError):
             raise
     try:
+        pickled = _pickles_needed(huggingface_hub.list_repo_files(hub_id, revision=revision))
         folder = Path(
             huggingface_hub.snapshot_download(
-                hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED
+                hub_id, revision=revision, allow_patterns=[*patterns, *pickled], ignore_patterns=_IGNORED
             )
         )
         if trust_remote_code:
@@ -65,6 +68,13 @@ def _from_hub(asked: str, hub_id: str, revision: str | None, trust_remote_code: 
     # thing: the model did not arrive.
     except Exception as error:
         raise TeacherError(_not_found(asked, error, offline=constants.HF_HUB_OFFLINE)) from error
+
+
+def _pickles_needed(names: Iterable[str]) -> list[str]:
+    """Of a repository's files, PyTorch's weights that lie in folders without safetensors."""
+    paths = [PurePosixPath(name) for name in names]
+    safe = {path.parent for path in paths if path.suffix == ".safetensors"}
+    return [str(path) for path in paths if fnmatch(path.name, "pytorch_model*.bin") and path.parent not in safe]
 
 
 def _fetch_code(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """What loading a torch teacher needs whichever library does it: device, silence, and no random weights."""
 
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,12 @@ def loading(folder: Path) -> Iterator[None]:
         raise TeacherError(
             f"{folder.name} does not fit on the device: use --dtype bfloat16, another --device, or a smaller teacher"
         ) from error
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, AttributeError) as error:
+    except pickle.UnpicklingError as error:
+        raise TeacherError(
+            f"{folder} cannot be loaded: its pickled weights are damaged or hold more than tensors, which could run "
+            "any code; nothing of it was run: get the model with safetensors, or from someone you trust"
+        ) from error
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, AttributeError, EOFError) as error:
         if isinstance(error, TeacherError):
             raise
         reason = " ".join(str(error).split())[:300]

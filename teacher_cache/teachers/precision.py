@@ -109,5 +109,6 @@ def _timed(teacher: Teacher, count: int) -> tuple[npt.NDArray[np.float32], float
 
 def _lowest_cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    # A row that is not finite makes the minimum NaN, which passes no bound.
-    return float(np.min(np.sum(a * b, axis=1) / norms))
+    # A row that is not finite, or null, makes the minimum NaN, which passes no bound.
+    with np.errstate(invalid="ignore"):
+        return float(np.min(np.sum(a * b, axis=1) / norms))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
-from teacher_cache.teachers.folder import ModelFolder
+from teacher_cache.teachers.folder import ModelFolder, has_safetensors
 from teacher_cache.teachers.settings import chosen_pooling, space_from_folder
 
 if TYPE_CHECKING:
@@ -151,7 +151,9 @@ def _loader(spec: TeacherSpec, files: ModelFolder, device: "torch.device") -> Ca
         from teacher_cache.teachers.batching import LoadedModel
         from teacher_cache.teachers.loading import loading, require_all_weights
 
-        model_kwargs: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
+        # Said outright, as the folder's sentence_bert_config.json may say otherwise.
+        weights = {"use_safetensors": has_safetensors(files.encoder), "weights_only": True}
+        model_kwargs: dict[str, Any] = {"dtype": dtype, **weights}
         if spec.options.attn_implementation is not None:
             model_kwargs["attn_implementation"] = spec.options.attn_implementation
         with loading(files.path):
@@ -162,14 +164,14 @@ def _loader(spec: TeacherSpec, files: ModelFolder, device: "torch.device") -> Ca
                 trust_remote_code=spec.options.trust_remote_code,
                 model_kwargs=model_kwargs,
             )
-            # The library loads without a report: match the names once more, on no device, reading no bytes.
+            # The library loads without a report: match the names once more, on no device.
             network = model[0].model
             _, info = type(network).from_pretrained(
                 files.encoder,
                 config=network.config,
                 device_map="meta",
                 local_files_only=True,
-                use_safetensors=True,
+                **weights,
                 output_loading_info=True,
             )
             require_all_weights(files.encoder, info)

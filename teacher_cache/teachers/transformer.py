@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
 from teacher_cache.teachers.families import family_of
-from teacher_cache.teachers.folder import ModelFolder
+from teacher_cache.teachers.folder import ModelFolder, has_safetensors
 from teacher_cache.teachers.sentence_transformer import saved_pooling
 from teacher_cache.teachers.settings import chosen_pooling, space_from_folder
 
@@ -121,7 +121,8 @@ def load_encoder(folder: Path, dtype: "torch.dtype", device: "torch.device", opt
             config=config,
             dtype=dtype,
             local_files_only=True,
-            use_safetensors=True,
+            use_safetensors=has_safetensors(folder),
+            weights_only=True,
             trust_remote_code=options.trust_remote_code,
             output_loading_info=True,
             **extra,

@@ -131,6 +131,7 @@ def test_evaluation_has_the_promised_json(tiny_student: Path, tmp_path: Path) ->
     rows = ["sentence1,sentence2,score", "the cat,a cat,4", "the sea,dogs ran,1", "a river,the river,5"]
     (tmp_path / "stsb_test.csv").write_text("\n".join(rows))
     result = distill("eval", tiny_student, "--data", tmp_path, "--tasks", "stsb", "--json")
+    assert "not normalised" in result.stderr  # as the published protocol: what the pooling gives
     record = json.loads(result.stdout)
     assert set(record["tasks"]["stsb"]) == {"metric", "score"}
     assert set(record["average"]) == {"in_domain", "out_of_domain", "all"}
@@ -151,3 +152,11 @@ def test_evaluation_has_the_promised_json(tiny_student: Path, tmp_path: Path) ->
 )
 def test_names_can_be_listed(kind: str, some: str) -> None:
     assert some in json.loads(distill("list", kind, "--json").stdout)
+
+
+def test_what_will_be_trained_is_said_before_it_is(short_run: list[str]) -> None:
+    said = distill(*short_run).stderr.splitlines()
+    assert said[0].startswith("teacher: toy · mean pooling · no prompt")
+    assert said[1] == "corpus: sentences, 349 of 400 records to train on, 45 texts held out"
+    assert said[2].startswith("student: tiny-bert · 2 layers of 16 · mean pooling")
+    assert said[3] == "method: talas, sharpness asam, fp32"

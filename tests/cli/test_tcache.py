@@ -10,6 +10,8 @@ from click.testing import CliRunner, Result
 
 from cli.tcache import main
 from teacher_cache.cache import TeacherCache
+from tests.teacher_cache.small_caches import built
+from tests.teacher_cache.toy_variants import BadVectors
 
 
 def run(*words: str | Path, stdin: str | None = None) -> Result:
@@ -91,6 +93,35 @@ def test_info_names_corpora_and_spaces(cache: Path) -> None:
     (space,) = record["spaces"].values()
     assert {"dim", "storage", "present", "bytes", "teacher", "fingerprint"} <= set(space)
     assert (space["dim"], space["storage"], space["present"], space["teacher"]) == (32, "float16", 4, "toy")
+
+
+def test_info_lists_refused_texts_with_the_reason(tmp_path: Path) -> None:
+    texts = [f"nan {number} {'long ' * 30}" for number in range(120)]
+    report = built(tmp_path, ["zero", "fine", *texts], teacher=BadVectors.options())
+    (space,) = json.loads(run("info", tmp_path / "cache", "--json").stdout)["spaces"].values()
+    assert space["quarantined"] == report.quarantined == 121
+    assert len(space["quarantined_rows"]) == 100
+    assert space["quarantined_rows"][:2] == [
+        {"row": 0, "text": "zero", "reason": "the teacher gave a zero vector"},
+        {"row": 2, "text": texts[0], "reason": "the teacher gave NaN"},
+    ]
+    lines = [line for line in run("info", tmp_path / "cache").stdout.splitlines() if "quarantined row" in line]
+    assert len(lines) == 5
+    assert lines[0] == "  quarantined row 0, 'zero': the teacher gave a zero vector"
+    assert lines[1] == f"  quarantined row 2, {texts[0][:60]!r}: the teacher gave NaN"
+
+
+def test_a_corpus_needs_no_name_of_its_own(tmp_path: Path) -> None:
+    for name in ("my file.txt", "b.txt"):
+        (tmp_path / name).write_text("one\n")
+    for given, name in ((tmp_path / "m*.txt", "my-file"), (tmp_path / "b.txt", "b")):
+        result = run("build", given, "--teacher", "toy", "--cache", tmp_path / "c", "--json")
+        assert json.loads(result.stdout)["corpus"] == name
+
+
+def test_a_name_that_cannot_be_is_refused_by_its_flag(corpus: Path, tmp_path: Path) -> None:
+    line = refused(run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c", "--name", "a b"))
+    assert "'a b' cannot name a corpus: give --name" in line
 
 
 def test_get_shows_what_the_teacher_said_and_fails_on_an_unknown_text(cache: Path) -> None:
@@ -182,6 +213,31 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_committed(
         assert "no space left" in refused(run("build", corpus, "--teacher", "toy", "--cache", cache))
     assert run("verify", cache, "--deep").exit_code == 0
     assert "4 cached, 1 encoded" in run("build", corpus, "--teacher", "toy", "--cache", cache).stdout
+
+
+def test_what_the_system_refuses_is_one_line(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("build", corpus, "--teacher", "toy", "--cache", corpus / "cache")
+    assert refused(run(*words)) == f"error: File exists: {corpus}"
+    assert isinstance(run(*words, "--traceback").exception, FileExistsError)
+
+    def forbidden(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", forbidden)
+        assert refused(run(*words[:-1], tmp_path / "c")) == f"error: Permission denied: {tmp_path / 'c'}"
+
+
+def test_a_plan_refuses_what_a_build_would(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    assert "no texts, 2 records were skipped" in refused(run("plan", tmp_path / "empty.txt", "--teacher", "toy"))
+
+
+def test_a_lost_index_is_damage(cache: Path) -> None:
+    (cache / "index.lmdb" / "data.mdb").unlink()
+    result = run("verify", cache, "--json")
+    assert result.exit_code == 3
+    assert [damage["kind"] for damage in json.loads(result.stdout)["damage"]] == ["damaged_cache"]
 
 
 def test_a_traceback_is_shown_when_asked_for(tmp_path: Path) -> None:

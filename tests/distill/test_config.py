@@ -188,3 +188,17 @@ def test_a_difference_names_dotted_keys_and_both_values() -> None:
         "student.pooling": (None, "cls"),
         "objective.options.depth": (2, None),
     }
+
+
+@pytest.mark.parametrize("name", ["save_only_model", "dataloader_drop_last", "data_seed", "group_by_length"])
+def test_an_argument_that_would_do_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"training.arguments.{name} cannot be used"):
+        RunConfig.load(None, [f"training.arguments.{name}=true"])
+
+
+def test_a_space_may_be_asked_for_by_its_fields() -> None:
+    whole = RunConfig.load(None, ["space={teacher: toy, dims: 8}"])
+    single = RunConfig.load(None, ["space.teacher=toy", "space.dims=8"])
+    assert whole.space == single.space == {"teacher": "toy", "dims": 8}
+    assert RunConfig.load(None, ["space.prompt=query: "]).space == {"prompt": "query: "}
+    assert RunConfig.load(None, ["space=toy@12345678"]).space == "toy@12345678"

@@ -58,7 +58,7 @@ def test_a_record_is_a_text_with_its_own_vector(toy_cache: Path) -> None:
 def test_held_out_texts_are_drawn_nowhere_and_all_others_are(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as cache:
         held_out = np.array([0, 3, 39, 100, 359])  # the first three stand twice in the corpus
-        data = dataset(cache, "sentences", held_out=held_out)
+        data = dataset(cache, "sentences", left_out=held_out)
         assert len(data) == 392
         records = data.__getitems__(range(392))
         rows = cache.corpus("sentences").rows[:, 0]
@@ -69,7 +69,7 @@ def test_held_out_texts_are_drawn_nowhere_and_all_others_are(toy_cache: Path) ->
 def test_a_pair_with_a_held_out_text_in_either_place_is_left_out(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as cache:
         first, second = cache.corpus("pairs").rows.T
-        data = dataset(cache, "pairs", pairs=True, held_out=np.sort([first[5], second[9]]))
+        data = dataset(cache, "pairs", pairs=True, left_out=np.sort([first[5], second[9]]))
         records = data.__getitems__(range(len(data)))
         assert len(data) == 98
         assert not {first[5], second[9]} & set(cache.lookup(records.texts).tolist())
@@ -93,13 +93,13 @@ def test_a_corpus_of_held_out_texts_alone_is_refused(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as cache:
         rows = cache.corpus("few").distinct_rows(cache.rows)
         with pytest.raises(ConfigError, match=r"none is left.*data\.held_out=0"):
-            dataset(cache, "few", held_out=rows)
+            dataset(cache, "few", left_out=rows)
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_loader_processes_give_what_the_main_process_gives(toy_cache: Path, tiny_student: Path, start: str) -> None:
     with TeacherCache.open(toy_cache) as cache:
-        data = dataset(cache, "sentences", held_out=np.array([3, 100]))
+        data = dataset(cache, "sentences", left_out=np.array([3, 100]))
         data[0]  # open handles must not cross into the processes
         collate = Collator(AutoTokenizer.from_pretrained(tiny_student), 16, repeat=2)
         sampler = StreamingSampler(len(data), 64, window=128)
@@ -168,7 +168,11 @@ def test_quarantined_texts_are_named_with_their_reason(tmp_path: Path) -> None:
     message = str(error.value)
     assert "3 texts of corpus 'more'" in message
     assert "quarantined" in message
-    assert "leave them out of the corpus" in message
+    assert repr(texts[20]) in message
+    assert "data.skip_quarantined=true" in message
+    with TeacherCache.open(path) as cache:
+        data = dataset(cache, "more", left_out=rows)
+        assert [data[place].texts[0] for place in range(len(data))] == texts[:20]
 
 
 def test_texts_that_do_not_match_their_keys_are_noticed_when_opened(

@@ -174,6 +174,7 @@ def card(**change: Any) -> str:
         "precision": "fp32",
         "steps": 2310,
         "export": {"projection": False},
+        "in_teacher_space": False,
         "agreement": None,
         "versions": {"torch": "2.13"},
     }
@@ -182,7 +183,7 @@ def card(**change: Any) -> str:
 
 def test_the_card_says_which_space_the_vectors_live_in() -> None:
     assert "16 numbers) live in the student's own space" in card()
-    assert "32 numbers) live in the teacher's space" in card(export={"projection": True})
+    assert "32 numbers) live in the teacher's space" in card(in_teacher_space=True)
     assert "`toy@12345678`" in card()
     for part in ("tiny distilled from toy", "4,000 records", "2,310 steps", "1.5 M", "seed 42", "torch 2.13"):
         assert part in card()
@@ -191,7 +192,7 @@ def test_the_card_says_which_space_the_vectors_live_in() -> None:
 def test_the_card_shows_agreement_before_and_after_where_it_was_measured() -> None:
     assert "Agreement" not in card()
     before = {"spearman": 0.5, "overlap": 0.25, "neighbours": 10, "texts": 256}
-    text = card(agreement={"before": before, "after": before | {"spearman": 0.75, "overlap": 0.5}})
+    text = card(agreement={"before": before, "after": before | {"spearman": 0.75, "overlap": 0.5}, "projected": None})
     assert "| Spearman of pairwise cosines | 0.5000 | 0.7500 |" in text
     assert "| Overlap of the 10 nearest neighbours | 0.2500 | 0.5000 |" in text
 

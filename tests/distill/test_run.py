@@ -108,12 +108,41 @@ def test_the_same_command_again_finds_it_finished_and_trains_nothing(
     finished: Path, toy_cache: Path, tiny_student: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_training(monkeypatch)
-    monkeypatch.setattr(run_module.Student, "load", None)
     result = run(six_steps(toy_cache, tiny_student, finished))
     assert result.finished_before
     assert (result.steps, result.loss) == (6, metrics(finished)[-1]["loss"])
     assert result.final == str(finished / "final")
     assert result.agreement is not None
+
+
+def test_a_finished_run_is_not_handed_out_for_other_texts(
+    finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record["corpus"]["fingerprint"] = "1" * 32
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(RunFolderError, match="was trained with the corpus of fingerprint 1111"):
+        run(six_steps(toy_cache, tiny_student, tmp_path / "run"))
+
+
+def test_a_run_without_checkpoints_and_logs_still_ends_with_a_student(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    quiet = ('training.arguments.save_strategy="no"', "training.logging_steps=50", "data.held_out=0")
+    result = run(six_steps(toy_cache, tiny_student, tmp_path / "run", *quiet))
+    assert (result.steps, result.loss) == (6, None)
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_agreement_compares_like_with_like(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    projecting = run(six_steps(toy_cache, tiny_student, tmp_path / "a", "export.projection=true")).agreement
+    plain = run(six_steps(toy_cache, tiny_student, tmp_path / "b")).agreement
+    assert projecting is not None
+    assert plain is not None
+    assert (projecting["before"], projecting["after"]) == (plain["before"], plain["after"])
+    assert plain["projected"] is None
+    assert projecting["projected"] != projecting["after"]
 
 
 def test_progress_is_told_after_every_step(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
@@ -277,8 +306,10 @@ def changed(finished: Path, folder: Path, **change: Any) -> Path:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"space": {"fingerprint": "0" * 32}}, "was trained on space " + "0" * 32),
-        ({"corpus": {"fingerprint": "1" * 32}}, "was trained on corpus " + "1" * 32),
+        ({"space": {"fingerprint": "0" * 32}}, "was trained with the space of fingerprint " + "0" * 32),
+        ({"corpus": {"fingerprint": "1" * 32}}, "was trained with the corpus of fingerprint " + "1" * 32),
+        ({"student": {"weights": "2" * 32}}, "was trained with the student of weights " + "2" * 32),
+        ({"student": {"tokenizer": "3" * 32}}, "was trained with the student of tokenizer " + "3" * 32),
         ({"precision": "bf16"}, "was trained in bf16"),
         ({"processes": 2}, "was trained by 2 processes"),
     ],

@@ -216,3 +216,20 @@ def test_a_cls_student_of_one_layer_is_told_that_it_has_nothing_to_align() -> No
     with pytest.raises(ConfigError, match="set start_layer=0 or lasd_weight=0"):
         Talas(shape, TEACHER_DIM, anchored_layers=1)
     assert Talas(shape, TEACHER_DIM, anchored_layers=1, lasd_weight=0).lasd_weight == 0
+
+
+def test_identity_heads_anchor_the_states_themselves() -> None:
+    shape = StudentShape(dim=2, layers=1, pooling="mean")
+    objective = Talas(shape, 2, anchored_layers=1, head="identity", **only("tamd"))
+    states = torch.tensor([[[9.0, 9.0]], [[3.0, 4.0]]])  # layers 0 and 1 of one text
+    teacher = TeacherTargets(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
+    terms = objective(StudentOutput(states), teacher)
+    assert terms["tamd"].item() == pytest.approx(1 - 0.6)  # cos((3, 4), (1, 0)) = 3/5
+    assert list(objective.parameters()) == []
+    assert objective.projection() is None
+    assert objective.in_teacher_space
+
+
+def test_identity_heads_need_equal_widths() -> None:
+    with pytest.raises(ConfigError, match="equal widths, the student's is 5 and the teacher's 7"):
+        Talas(StudentShape(dim=5, layers=3, pooling="mean"), 7, head="identity")

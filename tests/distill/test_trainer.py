@@ -356,5 +356,33 @@ def test_sharpness_is_refused_where_weights_are_sharded(
 
 
 def test_a_precision_that_is_named_is_kept() -> None:
-    assert [settled_precision(name) for name in ("fp32", "bf16", "fp16")] == ["fp32", "bf16", "fp16"]
+    assert [settled_precision(name) for name in ("fp32", "bf16")] == ["fp32", "bf16"]
     assert settled_precision("auto") in ("fp32", "bf16", "fp16")
+
+
+def test_fp16_without_a_gpu_is_refused_rather_than_run_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="fp16, which needs a CUDA GPU"):
+        settled_precision("fp16")
+
+
+@pytest.mark.parametrize("argument", ["training.report_to=parchment", "training.arguments.eval_strategy=steps"])
+def test_what_transformers_refuses_is_one_line(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path, argument: str
+) -> None:
+    with pytest.raises(ConfigError, match="training arguments were refused: ") as refusal:
+        parts(tiny_config(toy_cache, tiny_student, tmp_path, argument)).trainer()
+    assert "\n" not in str(refusal.value)
+
+
+def test_activation_checkpointing_gives_the_same_weights(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    weights = []
+    for name, argument in (("plain", []), ("checkpointed", ["training.arguments.activation_checkpointing=true"])):
+        config = tiny_config(
+            toy_cache, tiny_student, tmp_path / name, "sharpness.name=asam", "training.max_steps=3", *argument
+        )
+        trainer = parts(config).trainer()
+        trainer.train()
+        weights.append({key: value.clone() for key, value in trainer.model.state_dict().items()})
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key], value, rtol=1e-4, atol=1e-5)

@@ -132,12 +132,47 @@ def test_pairs_have_two_columns_of_rows(tmp_path: Path) -> None:
         assert manifest.rows.tolist() == [[0, 1], [2, 1], [0, 2]]
 
 
-def test_an_empty_corpus_is_built_to_nothing(tmp_path: Path) -> None:
-    report = built(tmp_path, [])
-    assert report.rows == 0
-    assert outcome(report) == (0, 0, 0, 0)
+@pytest.mark.parametrize(("texts", "skipped"), [([], 0), (["", " "], 2)])
+def test_a_corpus_without_a_text_is_refused_and_publishes_nothing(
+    tmp_path: Path, texts: list[str], skipped: int
+) -> None:
+    with pytest.raises(CorpusError, match=rf"corpus-0\.jsonl: no texts, {skipped} records were skipped as empty"):
+        built(tmp_path, texts)
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        assert (cache.rows, cache.corpora(), cache.spaces()) == (0, {}, {})
     assert verify(tmp_path / "cache", deep=True).ok
     assert outcome(built(tmp_path, TEXTS)) == (20, 0, 20, 0)
+
+
+def test_without_a_name_a_corpus_never_takes_the_place_of_one_from_another_file(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t.txt").write_text(f"{folder}\n")
+    path = tmp_path / "cache"
+
+    def unnamed(*files: str) -> BuildReport:
+        return build(Corpus.open([tmp_path / file for file in files]), TOY, path)
+
+    assert unnamed("a/t.txt").corpus == "t"
+    with pytest.raises(CacheError, match=r"corpus 't' of .* came from .*a/t\.txt, this one from .*b/t\.txt; .*--name"):
+        unnamed("b/t.txt")
+    with TeacherCache.open(path) as cache:
+        assert cache.texts(cache.corpus("t").rows[:, 0]) == ["a"]
+        assert cache.rows == 1
+    assert unnamed("a/t.txt", "b/t.txt").rows == 2  # the file has grown a second part
+    assert build(Corpus.open(tmp_path / "b/t.txt"), TOY, path, name="t").rows == 1
+
+
+def test_a_relative_path_means_another_file_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t.txt").write_text(f"{folder}\n")
+    monkeypatch.chdir(tmp_path / "a")
+    build(Corpus.open("t.txt"), TOY, tmp_path / "cache")
+    monkeypatch.chdir(tmp_path / "b")
+    with pytest.raises(CacheError, match="came from"):
+        build(Corpus.open("t.txt"), TOY, tmp_path / "cache")
+    assert build(Corpus.open("../a/t.txt"), TOY, tmp_path / "cache").cached == 1
 
 
 def test_refused_vectors_are_counted_with_reasons_and_not_asked_for_again(tmp_path: Path) -> None:
@@ -174,7 +209,7 @@ small_texts = st.builds("{} {}".format, words, st.integers(0, 9))
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.lists(st.lists(small_texts, max_size=40), min_size=1, max_size=3))
+@given(st.lists(st.lists(small_texts, min_size=1, max_size=40), min_size=1, max_size=3))
 def test_every_distinct_text_was_cached_or_is_encoded_or_refused(corpora: list[list[str]]) -> None:
     settled: set[str] = set()
     with passing_folder() as folder:
@@ -218,7 +253,7 @@ def test_an_unfinished_shard_is_committed_after_a_while(tmp_path: Path, monkeypa
     def report(progress: Progress) -> None:
         if progress.phase == "encoding":
             with TeacherCache.open(tmp_path / "cache") as reader:
-                seen.append(reader.space().present_count())
+                seen.append(sum(space.present_count() for space in reader.spaces().values()))
 
     built(tmp_path, TEXTS, report=report)
     assert seen == [0, 3, 6, 8, 11, 14, 16, 19, 20]
@@ -296,8 +331,47 @@ def test_a_fault_in_the_corpus_publishes_nothing_and_damages_nothing(
 def test_a_teachers_error_comes_out_as_it_is_and_frees_the_lock(tmp_path: Path) -> None:
     with pytest.raises(TeacherError, match="no answer to"):
         built(tmp_path, TEXTS, teacher=Refuses.options())
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        assert cache.spaces() == {}
     assert verify(tmp_path / "cache", deep=True).ok
     assert built(tmp_path, TEXTS).encoded == 20
+
+
+@pytest.mark.parametrize("step", ["write_shard", "grow"])
+def test_a_space_is_there_once_its_first_vectors_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    real = getattr(ShardedArray, step)
+
+    def cut_off(self: ShardedArray, *arguments: object) -> object:
+        result = real(self, *arguments)
+        if "vectors" in str(self.folder):
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(ShardedArray, step, cut_off)
+    try:
+        built(tmp_path, TEXTS)
+    except KeyboardInterrupt:
+        monkeypatch.undo()
+    (left,) = (tmp_path / "cache/spaces").glob("*/vectors.zarr/c/0/0")  # a shard that nothing vouches for
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        assert cache.spaces() == {}
+    assert verify(tmp_path / "cache", deep=True).ok
+    left.write_bytes(b"garbage")
+    assert outcome(built(tmp_path, TEXTS)) == (20, 0, 20, 0)
+    assert verify(tmp_path / "cache", deep=True).ok
+
+
+def test_a_first_commit_of_refused_vectors_alone_is_remembered(tmp_path: Path) -> None:
+    built(tmp_path, ["nan 1"], teacher=BadVectors.options())
+    workers = Recorded()
+    assert outcome(built(tmp_path, ["nan 1"], teacher=BadVectors.options(), workers=workers)) == (1, 0, 0, 1)
+    assert workers.asked == []
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        assert cache.space().record.tokens == 2
+        assert cache.space().quarantined() == {0: "the teacher gave NaN"}
+    assert verify(tmp_path / "cache", deep=True).ok
 
 
 def test_an_error_closes_the_workers_at_once(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from teacher_cache.cache import checked_name
 from teacher_cache.corpus import Corpus
 from teacher_cache.errors import CorpusError, MissingDependency
 
@@ -564,7 +565,42 @@ def test_compressed_files_joined_end_to_end_are_read_through(tmp_path: Path, nam
     assert texts_of(path) == ["a", "bc", "d"]
 
 
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        (["deep/train.jsonl"], "train"),
+        (["train.v2.JSONL.GZ", "other.txt"], "train.v2"),
+        (["my corpus (1).txt"], "my-corpus-1"),
+        ([".hidden.txt"], "hidden"),
+        (["данные.txt"], "corpus"),
+        ([f"{'x' * 120}.txt"], "x" * 100),
+        (["saved.data"], "saved.data"),
+        (["part-*.txt"], "part-0"),
+    ],
+)
+def test_a_corpus_is_called_after_its_first_file(tmp_path: Path, files: list[str], name: str) -> None:
+    (tmp_path / "deep").mkdir()
+    for file in ("part-0.txt", "part-1.txt", *files):
+        if file == "saved.data":
+            save_dataset(tmp_path / file, text=["a"])
+        elif "*" not in file:
+            (tmp_path / file).write_text("a")
+    assert Corpus.open([tmp_path / file for file in files]).name == name
+    assert checked_name(name) == name
+
+
+def test_a_folder_given_by_dots_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(save_dataset(tmp_path / "saved", text=["a"]))
+    corpus = Corpus.open(".")
+    assert (corpus.name, corpus.origins) == ("saved", [str(tmp_path / "saved")])
+
+
 # Standard input.
+
+
+def test_stdin_is_a_name_and_an_origin() -> None:
+    corpus = Corpus.open("-")
+    assert (corpus.name, corpus.origins) == ("stdin", ["stdin"])
 
 
 def test_stdin_is_json_lines_when_its_first_line_is_an_object(monkeypatch: pytest.MonkeyPatch) -> None:

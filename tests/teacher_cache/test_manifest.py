@@ -136,4 +136,4 @@ def test_a_name_that_could_leave_its_folder_is_refused_before_anything_is_writte
 
 
 def test_an_ordinary_name_is_itself() -> None:
-    assert checked_name("MS-marco_v2.1", "corpus") == "MS-marco_v2.1"
+    assert checked_name("MS-marco_v2.1") == "MS-marco_v2.1"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from teacher_cache.errors import MissingDependency, TeacherError
+from teacher_cache.storage.codec import FORMATS, check_rows
 from teacher_cache.teachers import (
     BACKENDS,
     Encoded,
@@ -290,19 +291,21 @@ class TestResolve:
         with pytest.raises(TeacherError, match=r"no modules\.json and no config\.json"):
             resolve(in_float32(tmp_path))
 
-    @pytest.mark.parametrize("part", ["", "2_Dense"])
-    def test_pickled_weights_are_refused_with_the_way_out(
-        self, models: dict[str, Path], tmp_path: Path, part: str
-    ) -> None:
+    @pytest.mark.parametrize("file", ["code.py", "2_Dense/code.py"])
+    def test_code_of_the_folder_is_part_of_the_space(self, models: dict[str, Path], tmp_path: Path, file: str) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "copy")
-        (folder / part / "model.safetensors").rename(folder / part / "pytorch_model.bin")
-        with pytest.raises(TeacherError, match=r"pickle.*save_pretrained"):
-            resolve(in_float32(folder))
+        spaces = [resolve(in_float32(folder)).space]
+        for code in ("factor = 1", "factor = 2"):
+            (folder / file).write_text(code)
+            spaces.append(resolve(in_float32(folder)).space)
+        assert len({space.weights for space in spaces}) == 3
+        assert set(spaces[0].difference(spaces[2])) == {"weights"}
 
     def test_missing_weights_are_refused(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "copy")
         (folder / "model.safetensors").unlink()
-        with pytest.raises(TeacherError, match="holds no weights"):
+        (folder / "weights.bin").write_bytes(b"of something else")
+        with pytest.raises(TeacherError, match=r"holds no weights: expected model\.safetensors or pytorch_model\.bin"):
             resolve(in_float32(folder))
         index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
         tiny_teachers.edit_json(folder / "model.safetensors.index.json", **index)
@@ -357,9 +360,14 @@ class Constant(Teacher):
 
 
 class TestHub:
+    FILES = (
+        *("config.json", "model.safetensors", "pytorch_model.bin", "modeling.py", "2_Dense/pytorch_model.bin"),
+        *("3_Dense/model.safetensors", "3_Dense/pytorch_model.bin", "onnx/model.onnx", "head.pt", "training_args.bin"),
+    )
+
     @pytest.fixture
     def hub(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-        """A hub that holds nothing and notes what it was asked for."""
+        """A hub that holds nothing but a list of files, and notes what it was asked for."""
         import huggingface_hub
         from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -370,6 +378,7 @@ class TestHub:
             raise LocalEntryNotFoundError("Cannot find a cached snapshot.\nCheck your connection.")
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
+        monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: self.FILES)
         return calls
 
     def test_an_unknown_name_is_one_line_with_the_nearest_names(self, hub: list[Any]) -> None:
@@ -383,13 +392,24 @@ class TestHub:
             resolve(TeacherOptions(model=asked, revision="v1"))
         assert {(repo, how["revision"]) for repo, how in hub} == {("Qwen/Qwen3-Embedding-0.6B", "v1")}
 
-    def test_the_cache_is_asked_first_and_no_pickle_is_ever_fetched(self, hub: list[Any]) -> None:
+    def test_the_cache_is_asked_first_and_pickles_are_fetched_only_where_there_is_nothing_else(
+        self, hub: list[Any]
+    ) -> None:
         with pytest.raises(TeacherError):
             resolve(TeacherOptions(model="owner/name"))
         assert hub[0][1]["local_files_only"]
         patterns = hub[1][1]["allow_patterns"]
         assert "*.safetensors" in patterns
-        assert not any("bin" in pattern or "py" in pattern for pattern in patterns)
+        assert [pattern for pattern in patterns if "bin" in pattern or "py" in pattern] == ["2_Dense/pytorch_model.bin"]
+
+    def test_all_shards_are_fetched_of_a_model_that_has_pickles_alone(
+        self, hub: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shards = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+        monkeypatch.setattr(self, "FILES", ("config.json", "pytorch_model.bin.index.json", *shards), raising=False)
+        with pytest.raises(TeacherError):
+            resolve(TeacherOptions(model="bge-m3"))
+        assert set(shards) < set(hub[1][1]["allow_patterns"])
 
     @pytest.mark.parametrize("path", ["./no-folder", "/no/folder/here", "a/b/c", "~/no-such-folder", ""])
     def test_a_path_that_is_no_folder_never_reaches_the_hub(self, hub: list[Any], path: str) -> None:
@@ -499,6 +519,91 @@ class TestLoading:
         assert np.abs(teacher.encode(TEXTS) - teach(models["st"]).encode(TEXTS)).max() > 1e-3
 
 
+class TestPickledWeights:
+    """pytorch_model.bin, where a folder has no safetensors."""
+
+    @pytest.fixture(params=["bert", "st"])
+    def safe(self, models: dict[str, Path], request: pytest.FixtureRequest) -> Path:
+        return models[request.param]
+
+    @pytest.fixture
+    def pickled(self, safe: Path, tmp_path: Path) -> Path:
+        """The same model without safetensors, in any of its parts."""
+        folder = shutil.copytree(safe, tmp_path / "pickled")
+        for file in folder.rglob("model.safetensors"):
+            torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+            file.unlink()
+        return folder
+
+    def test_they_give_the_vectors_of_the_safetensors(self, safe: Path, pickled: Path) -> None:
+        np.testing.assert_array_equal(teach(pickled).encode(TEXTS), teach(safe).encode(TEXTS))
+
+    def test_a_changed_byte_of_them_is_another_space(self, pickled: Path) -> None:
+        for weights in sorted(pickled.rglob("pytorch_model.bin")):
+            before = resolve(in_float32(pickled)).space
+            weights.write_bytes(weights.read_bytes() + b"0")
+            assert set(before.difference(resolve(in_float32(pickled)).space)) == {"weights"}
+
+    def test_they_may_lie_in_shards(self, models: dict[str, Path], tmp_path: Path) -> None:
+        folder = shutil.copytree(models["bert"], tmp_path / "shards")
+        weights = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        shards = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+        place = {name: shards[n % 2] for n, name in enumerate(weights)}
+        tiny_teachers.edit_json(folder / "pytorch_model.bin.index.json", metadata={}, weight_map=place)
+        for shard in shards:
+            with pytest.raises(TeacherError, match=f"first {shard}"):
+                resolve(in_float32(folder))
+            torch.save({name: weights[name] for name in weights if place[name] == shard}, folder / shard)
+        np.testing.assert_array_equal(teach(folder).encode(TEXTS), teach(models["bert"]).encode(TEXTS))
+
+    def test_beside_safetensors_they_are_neither_read_nor_part_of_the_space(
+        self, models: dict[str, Path], tmp_path: Path
+    ) -> None:
+        folder = shutil.copytree(models["st"], tmp_path / "copy")
+        for part in ("", "2_Dense"):
+            (folder / part / "pytorch_model.bin").write_bytes(b"no weights")
+        assert resolve(in_float32(folder)).space.weights == resolve(in_float32(models["st"])).space.weights
+        np.testing.assert_array_equal(teach(folder).encode(TEXTS), teach(models["st"]).encode(TEXTS))
+
+    @pytest.mark.parametrize("part", ["", "2_Dense"])
+    @pytest.mark.parametrize("old_format", [False, True])
+    def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
+        self, models: dict[str, Path], tmp_path: Path, part: str, old_format: bool
+    ) -> None:
+        folder = shutil.copytree(models["st"], tmp_path / "copy")
+        self.plant(folder / part, tmp_path / "ran", old_format=old_format)
+        # A folder may ask the libraries for the loader that runs everything.
+        tiny_teachers.edit_json(folder / "sentence_bert_config.json", model_args={"weights_only": False})
+        with pytest.raises(TeacherError, match=r"more than tensors.*nothing of it was run") as caught:
+            load_teacher(resolve(in_float32(folder, trust_remote_code=True)))
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "ran").exists()
+
+    def test_nor_through_transformers_alone(self, models: dict[str, Path], tmp_path: Path) -> None:
+        folder = shutil.copytree(models["bert"], tmp_path / "copy")
+        self.plant(folder, tmp_path / "ran")
+        with pytest.raises(TeacherError, match="nothing of it was run"):
+            load_teacher(resolve(in_float32(folder)))
+        assert not (tmp_path / "ran").exists()
+
+    @staticmethod
+    def plant(part: Path, marker: Path, *, old_format: bool = False) -> None:
+        """Replace a part's weights by a pickle that touches `marker` when it is loaded without care."""
+
+        class Touches:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return Path.touch, (marker,)
+
+        weights = {**load_file(part / "model.safetensors"), "more": Touches()}
+        (part / "model.safetensors").unlink()
+        file = part / "pytorch_model.bin"
+        torch.save(weights, file, _use_new_zipfile_serialization=not old_format)
+        torch.load(file, weights_only=False)
+        assert marker.exists()
+        marker.unlink()
+
+
 class TestRepair:
     @pytest.mark.parametrize("name", ["bert", "st"])
     def test_rows_that_overflow_are_recomputed_in_float32_and_counted(
@@ -555,13 +660,13 @@ class TestRepair:
             assert not np.isfinite(encoded.vectors).all(axis=1).any()
             assert not encoded.repaired.any()
 
-    def test_a_null_vector_comes_back_as_nan(self) -> None:
+    def test_a_null_vector_stays_one_and_is_refused_as_such(self) -> None:
         def load(dtype: torch.dtype) -> LoadedModel:
             return LoadedModel(lambda batch: torch.zeros(len(batch["input_ids"]), 2), WordIds())
 
         space = resolve(TeacherOptions(model="toy", dims=2)).space
         vectors = BatchedEncoder(space, torch.device("cpu"), load, None).encode_counted(["1"]).vectors
-        assert np.isnan(vectors).all()
+        assert check_rows(vectors, FORMATS["float16"]).refused == {0: "the teacher gave a zero vector"}
 
 
 class WordIds:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from teacher_cache.cache import TeacherCache
-from teacher_cache.errors import CacheNotFound
+from teacher_cache.errors import CacheNotFound, DamagedCache
 from teacher_cache.storage.index import Change, ShardRecord, row_value, shard_key
 from teacher_cache.storage.texts import KEYS, TEXT
 from teacher_cache.teachers import TeacherOptions
@@ -125,6 +125,18 @@ def test_swapped_shards_are_found_by_a_deep_check(path: Path) -> None:
     assert [damage.kind for damage in verdict.damage] == ["digest", "digest"]
 
 
+@pytest.mark.parametrize("array", ["vectors", TEXT, KEYS])
+def test_a_damaged_shard_gains_no_rows_and_stays_found(tmp_path: Path, path: Path, array: str) -> None:
+    files = {"vectors": vectors(path, 2), TEXT: path / TEXT / "c/2", KEYS: path / KEYS / "c/2/0"}
+    # Whole and with sound checksums, but another's: only the digest can tell.
+    shutil.copyfile(files[array].with_name("0") if array == TEXT else files[array].parents[1] / "0/0", files[array])
+    before = files[array].read_bytes()
+    with pytest.raises(DamagedCache, match=r"c/2.* does not hold the values that were written.*verify --deep"):
+        built(tmp_path, numbered(22))
+    assert files[array].read_bytes() == before
+    assert "digest" in kinds(verify(path, deep=True))
+
+
 def test_a_nan_that_the_index_vouches_for_is_found_by_a_deep_check(path: Path) -> None:
     with TeacherCache.open(path, "a") as cache:
         values = said(TEXTS[:8]).astype(np.float16)
@@ -234,6 +246,24 @@ def test_a_text_table_without_metadata_is_damage_and_no_crash(path: Path) -> Non
     (path / "texts/text/zarr.json").unlink()
     (damage,) = verify(path).damage
     assert damage.kind == "damaged_cache"
+
+
+@pytest.mark.parametrize("lost", ["index.lmdb", "index.lmdb/data.mdb"])
+def test_a_lost_index_is_damage_and_no_build_makes_an_empty_one(tmp_path: Path, path: Path, lost: str) -> None:
+    shutil.move(path / lost, tmp_path / "elsewhere")
+    (damage,) = verify(path).damage
+    assert damage.kind == "damaged_cache"
+    assert "index.lmdb is gone" in damage.where
+    with pytest.raises(DamagedCache, match=r"index\.lmdb is gone"):
+        built(tmp_path, numbered(1))
+    assert not (path / "index.lmdb/data.mdb").exists()
+
+
+def test_an_index_that_cannot_be_opened_is_damage(path: Path) -> None:
+    (path / "index.lmdb/data.mdb").write_bytes(b"garbage" * 1000)
+    (damage,) = verify(path).damage
+    assert damage.kind == "damaged_cache"
+    assert "cannot be opened" in damage.where
 
 
 def test_no_cache_is_no_verdict(tmp_path: Path) -> None:
