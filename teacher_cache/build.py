@@ -29,7 +29,7 @@ from teacher_cache.workers import LocalWorkers, Workers
 READ_RECORDS = 8192
 BATCH_ROWS = 1024
 # An unfinished shard is committed after this long, so that a slow teacher loses little when it is stopped.
-COMMIT_SECONDS = 30.0
+COMMIT_SECONDS = 10.0
 
 
 @dataclass
