@@ -170,9 +170,11 @@ class TeacherCache:
         if name is None and len(known) == 1:
             name = next(iter(known))
         if name not in known:
-            asked = f"no corpus {name!r} in" if name is not None else "say which corpus of"
+            if name is None and known:
+                raise CorpusNotFound(f"{self.path} has several corpora, say which: {', '.join(sorted(known))}")
+            asked = f"no corpus {name!r} in {self.path}" if name is not None else f"no corpus in {self.path}"
             raise CorpusNotFound(
-                f"{asked} {self.path}; it has: {', '.join(sorted(known)) or 'none'}; "
+                f"{asked}; it has: {', '.join(sorted(known)) or 'none'}; "
                 "`tcache build CORPUS --teacher T --name NAME` adds one"
             )
         try:
