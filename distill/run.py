@@ -123,7 +123,7 @@ def run(
         done = _same_run(folder, record)
         if done is not None:
             return _result(folder, done, finished_before=True)
-        pairs = getattr(objective, "views", "dropout") == "pair" and objective.needs.views == 2
+        pairs = objective.views == "pair" and objective.needs.views == 2
         left_out = np.union1d(held_out, quarantined)
         dataset = CachedDataset(cache, space, manifest, left_out=left_out, pairs=pairs)
         model = Distillation(student, objective)

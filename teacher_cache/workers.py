@@ -19,6 +19,7 @@ from teacher_cache.teachers.base import Encoded, Teacher, TeacherSpec
 
 logger = logging.getLogger("teacher_cache")
 
+LOOPBACK = "127.0.0.1"
 # Batches waiting at an actor besides the one it works on: it never idles, and little is lost when it dies.
 QUEUED_PER_ACTOR = 1
 # A batch that has lost this many actors is the likely cause; give up rather than kill the next one.
@@ -83,6 +84,10 @@ class RayWorkers(Workers):
         self.actors = actors
 
     def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
+        if not os.environ.get("RAY_ADDRESS"):
+            # Ray reads this when it is imported, and only then takes 127.0.0.1 as its node's address, without
+            # which its servers listen on every interface.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         try:
             import ray
         except ImportError:
@@ -222,8 +227,13 @@ def _start_ray(ray: Any) -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="warning",
-                _node_ip_address="127.0.0.1",
+                _node_ip_address=LOOPBACK,
             )
+            if ray.util.get_node_ip_address() != LOOPBACK:
+                logger.warning(
+                    "Ray listens on every network interface, because it was imported before this build began; "
+                    "set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 to keep it to this machine"
+                )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = f"the cluster at RAY_ADDRESS={address}" if address else "a local Ray instance"
         raise WorkerError(f"could not start {where}: {error}; use --workers local to do without") from error

@@ -81,6 +81,8 @@ class Objective(nn.Module):
     needs: Needs = Needs()
     # Named bundles of options: the paper's values, and where its published code differs, "official".
     presets: ClassVar[dict[str, dict[str, object]]] = {}
+    # Where view 2 comes from: "dropout" encodes the same text again, "pair" the second text of a record.
+    views: str = "dropout"
     # Whether the student's own vectors are trained to be the teacher's, without a projection in between.
     in_teacher_space: bool = False
 

@@ -66,7 +66,7 @@ def parts(config: RunConfig, held_out: np.ndarray[Any, Any] | None = None) -> Pa
     set_seed(config.training.seed)
     kind: Any = load_objective(config.objective.name)
     objective: Objective = kind(student.shape, space.dims, **config.objective.options)
-    pairs = getattr(objective, "views", "dropout") == "pair"
+    pairs = objective.views == "pair"
     dataset = CachedDataset(cache, space, cache.corpus(config.corpus), left_out=held_out, pairs=pairs)
     repeat = 1 if pairs else objective.needs.views
     collator = Collator(student.tokenizer, student.max_length, prompt=student.prompt, repeat=repeat)

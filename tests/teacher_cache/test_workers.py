@@ -1,5 +1,6 @@
 """Workers give the same vectors wherever they run, and survive the death of one of theirs."""
 
+import ast
 import math
 import subprocess
 import sys
@@ -205,15 +206,38 @@ def test_actors_hold_few_batches_and_end_with_the_encoding() -> None:
 def test_a_ray_of_our_own_is_ended_afterwards(tmp_path: Path) -> None:
     """In a process of its own: a build over Ray, from start to end, without a word on the terminal."""
     script = f"""
+import sys
 from pathlib import Path
-import ray
 from teacher_cache.workers import RayWorkers
 from tests.teacher_cache.small_caches import built, numbered
 report = built(Path({str(tmp_path)!r}), numbered(20), workers=RayWorkers(2))
 assert report.encoded == 20, report
-assert not ray.is_initialized()
+assert not sys.modules["ray"].is_initialized()
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout + ran.stderr == ""
     assert built(tmp_path, numbered(20)).encoded == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of listening sockets")
+def test_a_ray_of_our_own_listens_on_this_machine_only() -> None:
+    script = """
+from pathlib import Path
+from teacher_cache.teachers import TeacherOptions, resolve
+from teacher_cache.workers import RayWorkers
+answers = RayWorkers(1).encode(resolve(TeacherOptions(model="toy")), [["a text"], ["another"]])
+next(answers)
+import ray
+port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
+rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+bound = {row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port}
+print(bound)
+answers.close()
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    found = set(ast.literal_eval(ran.stdout))
+    assert found
+    assert found <= loopback
