@@ -93,6 +93,6 @@ def _not_found(asked: str, error: Exception, *, offline: bool) -> str:
     near = nearest_names(asked)
     names = ", ".join(near) if near else f"{', '.join(list(FAMILIES)[:3])}, ..."
     return (
-        f"unknown teacher {asked!r}: not a folder, not one of the known names ({names}), "
+        f"unknown model {asked!r}: not a folder, not one of the known names ({names}), "
         f"and not found on the hub ({reason[0][:200].rstrip(' .')})"
     )

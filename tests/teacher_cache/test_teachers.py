@@ -382,7 +382,7 @@ class TestHub:
         return calls
 
     def test_an_unknown_name_is_one_line_with_the_nearest_names(self, hub: list[Any]) -> None:
-        with pytest.raises(TeacherError, match=r"unknown teacher 'bge-m4'.*bge-m3.*not found on the hub \(") as e:
+        with pytest.raises(TeacherError, match=r"unknown model 'bge-m4'.*bge-m3.*not found on the hub \(") as e:
             resolve(TeacherOptions(model="bge-m4"))
         assert "\n" not in str(e.value)
 
