@@ -65,9 +65,3 @@ class DamagedCache(CacheError, OSError):
 
 class DiskFull(CacheError, OSError):
     """The disk filled up while writing; what was committed before is intact."""
-
-
-class RefusedByCheck(KnownError, RuntimeError):
-    """A check ran and its answer is no."""
-
-    exit_code = 3
