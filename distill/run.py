@@ -160,8 +160,8 @@ def run(
             },
         }
         if leads:
-            parameters = sum(parameter.numel() for parameter in student.parameters())
-            require_room(folder, 2 * 4 * parameters, "the exported student, written and then renamed,")
+            needed = 2 * 4 * record["student"]["parameters"]
+            require_room(folder, needed, "the exported student, written and then renamed,")
             rows = np.linspace(0, cache.rows - 1, min(CHECKED_TEXTS, cache.rows)).astype(np.int64)
             cosine = export(student, projection, config.export.normalize, folder / FINAL, cache.texts(rows))
             record["exported"] = {"texts": len(rows), "smallest_cosine": cosine}

@@ -19,7 +19,7 @@ from teacher_cache.cache import TeacherCache, checked_name
 from teacher_cache.corpus import Corpus
 from teacher_cache.errors import CacheError
 from teacher_cache.storage.codec import number_format
-from teacher_cache.storage.manifest import CorpusRecord, Manifest, Source, writing_manifest
+from teacher_cache.storage.manifest import CorpusRecord, Manifest, Source, distinct_rows, writing_manifest
 from teacher_cache.teachers import resolve, settle_dtype
 from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
 from teacher_cache.view import SpaceView
@@ -180,23 +180,17 @@ def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Pro
             progress.done += len(records)
             report(progress)
         corpus.require_records()
-    distinct = _count_distinct(written, table.rows)
+    rows = np.load(written, mmap_mode="r", allow_pickle=False)
     record = CorpusRecord(
         name=name,
         fingerprint=corpus.fingerprint,
         columns=tuple(corpus.columns),
         records=writer.records,
-        distinct=distinct,
+        distinct=len(distinct_rows(rows, table.rows)),
         sources=tuple(Source(*source) for source in corpus.sources),
         counts=dict(corpus.counts),
     )
     return table.publish_corpus(record, written)
-
-
-def _count_distinct(written: Path, table_rows: int) -> int:
-    used = np.zeros(table_rows, dtype=bool)
-    used[np.load(written, mmap_mode="r", allow_pickle=False).ravel()] = True
-    return int(used.sum())
 
 
 @dataclass

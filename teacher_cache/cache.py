@@ -250,8 +250,7 @@ class TeacherCache:
     def find_space(self, space: EmbeddingSpace) -> SpaceView | None:
         """The stored space equal to `space`; if its dtype is "auto", one that differs in nothing else."""
         for record in self.space_records().values():
-            different = set(space.difference(record.space))
-            if not different or (space.dtype == "auto" and different == {"dtype"}):
+            if space.matches(record.space):
                 return SpaceView(self.path, self.index, record)
         return None
 

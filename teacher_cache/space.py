@@ -73,6 +73,11 @@ class EmbeddingSpace:
             if (labels or field.name not in LABELS) and getattr(self, field.name) != getattr(other, field.name)
         }
 
+    def matches(self, held: "EmbeddingSpace") -> bool:
+        """Whether `held` is this space; a precision that is still "auto" here is any that is held."""
+        different = set(self.difference(held))
+        return not different or (self.dtype == "auto" and different == {"dtype"})
+
     def describe(self) -> str:
         """One line a person can check: teacher, prompt, pooling, length, width, precision."""
         prompt = f"prompt {self.prompt!r}" if self.prompt else "no prompt"

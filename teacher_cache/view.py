@@ -1,7 +1,6 @@
 """One embedding space of a cache: a column of the table, read lazily, written a shard at a time."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,16 +74,10 @@ class SpaceView:
                 self._records[number] = record
         return record
 
-    def _by_shard(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-        shard_of = rows // self.vectors.shard_rows
-        for number in np.unique(shard_of).tolist():
-            yield number, np.flatnonzero(shard_of == number)
-
     def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """`(n,)`: which rows have a vector."""
         mask = np.zeros(len(rows), dtype=bool)
-        for number, places in self._by_shard(rows):
-            within = rows[places] - number * self.vectors.shard_rows
+        for number, places, within in self.vectors.by_shard(rows):
             record = self._record(number, within)
             if record is not None:
                 mask[places] = record.present[within]
@@ -113,8 +106,7 @@ class SpaceView:
         rows = np.asarray(rows, dtype=np.int64)
         if out is None:
             out = np.empty((len(rows), self.dims), dtype=np.float32)
-        for number, places in self._by_shard(rows):
-            within = rows[places] - number * self.vectors.shard_rows
+        for number, places, within in self.vectors.by_shard(rows):
             record = self._record(number, within)
             if record is None or not record.present[within].all():
                 raise self._missing(rows)

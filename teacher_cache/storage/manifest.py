@@ -96,10 +96,15 @@ class Manifest:
 
     def distinct_rows(self, table_rows: int) -> npt.NDArray[np.int64]:
         """The distinct rows, ascending; one byte of memory for each row of the table."""
-        used = np.zeros(table_rows, dtype=bool)
-        for start in range(0, len(self.rows), 2**20):
-            used[self.rows[start : start + 2**20]] = True
-        return np.flatnonzero(used)
+        return distinct_rows(self.rows, table_rows)
+
+
+def distinct_rows(rows: npt.NDArray[np.int64], table_rows: int) -> npt.NDArray[np.int64]:
+    """The distinct values of a row list `(M, k)`, ascending; read in pieces, as it may be mapped and long."""
+    used = np.zeros(table_rows, dtype=bool)
+    for start in range(0, len(rows), 2**20):
+        used[rows[start : start + 2**20]] = True
+    return np.flatnonzero(used)
 
 
 class ManifestWriter:

@@ -393,6 +393,15 @@ class ShardedArray:
             )
         return rows
 
+    def by_shard(
+        self, rows: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[int, npt.NDArray[np.intp], npt.NDArray[np.int64]]]:
+        """Rows of the array, in any order, shard by shard: (shard, places in `rows`, places in the shard)."""
+        shard_of = rows // self.shard_rows
+        for number in np.unique(shard_of).tolist():
+            places = np.flatnonzero(shard_of == number)
+            yield number, places, rows[places] - number * self.shard_rows
+
     def read_rows(self, number: int, within: npt.NDArray[np.intp], tag: bytes) -> Rows:
         """Rows of one shard by their place in it, in the order asked for; each chunk is decoded once."""
         shard = self.open_shard(number, tag)

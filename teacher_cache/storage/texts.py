@@ -60,11 +60,8 @@ class TextTable:
         return keys
 
     def _read_into(self, out: npt.NDArray[Any], name: str, array: ShardedArray, rows: npt.NDArray[np.int64]) -> None:
-        shard_of = rows // self.shard_rows
-        for number in np.unique(shard_of).tolist():
-            wanted = np.flatnonzero(shard_of == number)
-            record = self.record(name, number)
-            out[wanted] = array.read_rows(number, rows[wanted] - number * self.shard_rows, record.digest)
+        for number, places, within in array.by_shard(rows):
+            out[places] = array.read_rows(number, within, self.record(name, number).digest)
 
     def record(self, name: str, number: int) -> ShardRecord:
         """What the index promises about a shard that the caller knows to exist."""

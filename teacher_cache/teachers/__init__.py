@@ -7,7 +7,6 @@ costs no model; `load_teacher` loads.
 import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from teacher_cache.errors import MissingDependency, TeacherError
@@ -86,7 +85,7 @@ def settle_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> T
     if spec.space.dtype != "auto":
         return spec
     for space in present:
-        if space.dtype != "auto" and space.fingerprint == replace(spec.space, dtype=space.dtype).fingerprint:
+        if space.dtype != "auto" and spec.space.matches(space):
             return spec.with_dtype(space.dtype)
     if spec.folder is None:
         return spec.with_dtype("float32")
