@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from teacher_cache.teachers.base import TeacherOptions
 
 Body = TypeVar("Body", bound=Callable[..., Any])
+STORAGE = ("float16", "raw", "compact", "float32")
 
 
 @click.group(cls=Commands, context_settings=CONTEXT)
@@ -61,6 +62,9 @@ def corpus_options(body: Body) -> Body:
     return click.argument("paths", metavar="CORPUS...", nargs=-1, required=True)(body)
 
 
+space_option = click.option("--space", help="Slug, fingerprint or teacher; needed when the cache has several spaces.")
+
+
 def _teacher(given: dict[str, Any]) -> "TeacherOptions":
     from teacher_cache.teachers.base import TeacherOptions
 
@@ -81,7 +85,7 @@ def _corpus(paths: tuple[str, ...], text_key: str) -> "Corpus":
 @teacher_options
 @cache_option
 @click.option("--name", help="Name of the corpus in the cache; by default that of the first file.")
-@click.option("--storage", type=click.Choice(["float16", "raw"]), help="Number format of a new space.")
+@click.option("--storage", type=click.Choice(STORAGE), help="Number format of a new space; float16 by default.")
 @click.option("--workers", default="local", show_default=True, help="local, ray or ray:N.")
 @common_options
 def build(
@@ -206,7 +210,7 @@ def info(cache: Path) -> None:
 @main.command()
 @click.argument("cache", type=click.Path(path_type=Path))
 @click.argument("texts", metavar="TEXT...", nargs=-1, required=True)
-@click.option("--space", help="Slug, fingerprint or teacher; needed when the cache has several spaces.")
+@space_option
 @common_options
 def get(cache: Path, texts: tuple[str, ...], space: str | None) -> None:
     """Look texts up: their rows and what the teacher said."""
@@ -253,6 +257,29 @@ def verify(cache: Path, deep: bool) -> None:
     emit(verdict.to_json(), lines)
     if not verdict.ok:
         click.get_current_context().exit(3)
+
+
+@main.command()
+@click.argument("cache", type=click.Path(path_type=Path))
+@click.option("--storage", type=click.Choice(STORAGE), required=True, help="The new number format.")
+@space_option
+@common_options
+def convert(cache: Path, storage: str, space: str | None) -> None:
+    """Store a space in another number format, without the teacher."""
+    from teacher_cache.convert import convert as store_as
+
+    with progress_bar() as update:
+        result = store_as(cache, storage, space, lambda done, total: update("converting vectors", done, total, ""))
+
+    def lines() -> list[str]:
+        if not result.rows:
+            return [f"space {result.space} is stored as {storage} already"]
+        return [
+            f"{result.rows:,} vectors of {result.space}: {result.storage_before} -> {result.storage}, "
+            f"{size(result.bytes_before)} -> {size(result.bytes)}, 1 - cos at most {result.worst_error:.2g}"
+        ]
+
+    emit(result.to_json(), lines, f"tcache gc {cache} frees what readers no longer need")
 
 
 @main.command()

@@ -16,6 +16,7 @@ from typing import Any, Union
 import yaml
 
 from distill.errors import ConfigError
+from teacher_cache.shuffle import WINDOW
 from teacher_cache.space import EmbeddingSpace
 
 # Arguments of transformers' that this trainer's own ways replace: accepting them would change nothing, or break
@@ -24,7 +25,7 @@ NOT_FOR_A_RUN = {
     "save_only_model": "a run could not be resumed from such checkpoints",
     "dataloader_drop_last": "set data.drop_last instead",
     "data_seed": "the order follows training.seed",
-    "group_by_length": "the order is the sampler's",
+    "group_by_length": "set data.group_by_length",
     "train_sampling_strategy": "the order is the sampler's",
 }
 
@@ -70,14 +71,16 @@ class DataConfig:
     """How records are drawn.
 
     Attributes:
-        window: records shuffled together.
+        window: records shuffled together; their vectors are in memory twice.
+        group_by_length: make batches of texts of similar length inside a window.
         held_out: distinct texts that are never trained on; agreement with the teacher is measured on them.
             At most an eighth of the corpus is held out, and nothing from a corpus under 256 distinct texts.
         drop_last: leave out a last batch that is smaller than the others.
         skip_quarantined: train without the texts whose vector was refused, instead of refusing the corpus.
     """
 
-    window: int = 65_536
+    window: int = WINDOW
+    group_by_length: bool = False
     held_out: int = 256
     drop_last: bool = False
     skip_quarantined: bool = False

@@ -40,8 +40,8 @@ from distill.trainer import (
     settled_precision,
 )
 from teacher_cache.cache import TeacherCache
+from teacher_cache.storage.files import replacing
 from teacher_cache.storage.manifest import Manifest
-from teacher_cache.storage.shards import replacing
 from teacher_cache.view import SpaceView
 
 CONFIG = "config.yaml"

@@ -20,14 +20,15 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from distill.config import RunConfig
-from distill.data.dataset import CachedDataset, Collator
+from distill.data.dataset import CachedDataset, Collator, ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, NonFiniteLoss
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.sharpness import Ascent, SharpnessAware
 from distill.student import Student
 from teacher_cache.errors import DiskFull
-from teacher_cache.storage.shards import replacing
+from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.storage.files import replacing
 
 # Files of a checkpoint.
 WEIGHTS = "model.safetensors"
@@ -134,8 +135,8 @@ class DistillTrainer(SharpnessMixin, Trainer):
         # Since the last log: each term summed over steps, and how many steps that is.
         self._sums: dict[str, Tensor] = {}
         self._summed_steps = 0.0
-        sampler_batches = len(self._sampler(config, len(dataset), 0, int(os.environ.get("WORLD_SIZE", 1))))
-        arguments = training_arguments(config, sampler_batches)
+        batches = len(self._sampler(config, len(dataset), 0, int(os.environ.get("WORLD_SIZE", 1))))
+        arguments = training_arguments(config, batches)
         try:
             super().__init__(model=model, args=arguments, train_dataset=dataset, data_collator=collator)
         except (ValueError, RuntimeError, ImportError) as error:  # a logger that is absent, an unfit argument
@@ -158,23 +159,24 @@ class DistillTrainer(SharpnessMixin, Trainer):
 
     @staticmethod
     def _sampler(config: RunConfig, records: int, rank: int, ranks: int) -> StreamingSampler:
-        return StreamingSampler(
+        order = WindowedShuffle(
             records,
             config.training.per_device_train_batch_size,
             window=config.data.window,
             seed=config.training.seed,
-            drop_last=config.data.drop_last,
             rank=rank,
             ranks=ranks,
         )
+        return StreamingSampler(order, drop_last=config.data.drop_last)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Batches in the sampler's order; not `accelerator.prepare`d, because the sampler knows its rank."""
         dataset: Any = self.train_dataset
         workers = self.args.dataloader_num_workers
+        sampler = self._sampler(self.config, len(dataset), self.args.process_index, self.args.world_size)
         return DataLoader(
-            dataset,
-            batch_sampler=self._sampler(self.config, len(dataset), self.args.process_index, self.args.world_size),
+            ShuffledDataset(dataset, sampler.order, by_length=self.config.data.group_by_length),
+            batch_sampler=sampler,
             collate_fn=self.data_collator,
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -351,12 +353,15 @@ def settled_precision(precision: str) -> str:
 
 
 class EpochOrder(TrainerCallback):
-    """Tells the sampler which epoch begins; counted in steps, so that a resumed run agrees."""
+    """Tells the sampler which epoch begins, counted in steps, so that a resumed run agrees; ends reading ahead."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loader = kwargs["train_dataloader"]
         steps_an_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
         loader.batch_sampler.set_epoch(state.global_step // steps_an_epoch)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["train_dataloader"].dataset.close()
 
 
 class MetricsFile(TrainerCallback):

@@ -237,14 +237,19 @@ def _fill(
     def commit(number: int) -> None:
         nonlocal cost_from, tokens_from
         shard = shards[number]
-        stored, refused = view.write(number, np.concatenate(shard.rows), np.concatenate(shard.vectors))
+        now = time.monotonic()
+        stored, refused = view.write(
+            number,
+            np.concatenate(shard.rows),
+            np.concatenate(shard.vectors),
+            tokens=filled.tokens - tokens_from,
+            seconds=now - cost_from,
+        )
+        cost_from, tokens_from = now, filled.tokens
         shard.rows.clear()
         shard.vectors.clear()
         filled.stored += stored
         progress.quarantined += len(refused)
-        now = time.monotonic()
-        view.add_cost(filled.tokens - tokens_from, now - cost_from)
-        cost_from, tokens_from = now, filled.tokens
 
     # Closed here even after an error: workers of other processes must not outlive the build.
     with closing(workers.encode(spec, _batches(table, by_shard, batch_rows))) as answers:
@@ -267,7 +272,7 @@ def _fill(
             progress.done += len(rows)
             progress.tokens = filled.tokens
             progress.tokens_per_second = filled.tokens / (time.monotonic() - started)
-            progress.bytes += encoded.vectors.shape[0] * encoded.vectors.shape[1] * view.form.bytes_per_value
+            progress.bytes += len(encoded.vectors) * view.form.row_bytes(view.dims)
             report(progress)
     return filled
 

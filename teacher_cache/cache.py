@@ -4,9 +4,9 @@ One process may write, any number may read while it does. Readers see what the i
 """
 
 import json
-import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,20 +29,19 @@ from teacher_cache.errors import (
 )
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import number_format
+from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, replacing, sync_folder
 from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
-from teacher_cache.storage.shards import TEMPORARY_SUFFIX, ShardedArray, make_folder, replacing, sync_folder
 from teacher_cache.storage.texts import TextAppender, TextTable
 from teacher_cache.text_key import KEY_RULE, text_keys
-from teacher_cache.view import SPACES, SpaceRecord, SpaceView
+from teacher_cache.view import SPACES, SpaceRecord, SpaceView, create_vectors
 
 FORMAT_VERSION = 1
 SHARD_ROWS = 8192
-# Rows of one inner chunk: small enough to decode for a single row, large enough to compress.
-CHUNK_ROWS = 32
 CACHE_JSON = "cache.json"
 INDEX = "index.lmdb"
+SEALED = "index.sealed"
 LOCK = "writer.lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -67,18 +66,29 @@ class TeacherCache:
     Pickles as its path: a copy in another process opens its own index, for reading.
     """
 
-    def __init__(self, path: Path, lock: WriterLock | None) -> None:
+    def __init__(self, path: Path, lock: WriterLock | None, *, sealed: bool = False) -> None:
         self.path = path
         self._lock = lock
-        self.index = Index(path / INDEX, writable=lock is not None)
+        self._sealed = sealed
+        self.index = Index(path / INDEX, writable=True) if lock is not None else self._readable_index()
         self.texts_table = TextTable(path, self.index)
 
     @classmethod
-    def open(cls, path: str | Path, mode: Literal["r", "a"] = "r", *, shard_rows: int = SHARD_ROWS) -> Self:
+    def open(
+        cls,
+        path: str | Path,
+        mode: Literal["r", "a"] = "r",
+        *,
+        shard_rows: int = SHARD_ROWS,
+        sealed: bool = False,
+    ) -> Self:
         """Open a cache to read ("r"), or to write ("a"), which makes it if need be.
 
         Args:
             shard_rows: rows of a shard in a new cache; an existing one keeps its own.
+            sealed: read the copy of the index that `tcache seal` made, as on a network file system one must.
+                It is read without a word where the index itself cannot be: on a read-only file system, or by
+                somebody who may not write to its lock file.
 
         Raises:
             CacheNotFound: no cache there (mode "r").
@@ -94,9 +104,14 @@ class TeacherCache:
                     f"`tcache build CORPUS --teacher T --cache {path}`"
                 )
             _check_format(path)
-            return cls(path, None)
+            if not sealed:
+                _check_index(path)
+            return cls(path, None, sealed=sealed)
+        if sealed:
+            raise CacheError(f"a sealed index is for readers: open {path} for writing without it")
         if (path / CACHE_JSON).exists():
             _check_format(path)
+            _check_index(path)
         elif path.exists() and (not path.is_dir() or not _is_half_made(path)):
             raise CacheError(f"{path} is not a teacher cache and not empty; choose another folder for --cache")
         make_folder(path)
@@ -110,10 +125,16 @@ class TeacherCache:
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
+        return {"path": self.path, "sealed": self._sealed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["path"], None)  # type: ignore[misc]
+        self.__init__(state["path"], None, sealed=state["sealed"])  # type: ignore[misc]
+
+    def _readable_index(self) -> Index:
+        live, copy = self.path / INDEX, self.path / SEALED
+        if self._sealed or (Index.exists(copy) and not Index.lockable(live)):
+            return Index(copy, writable=False, sealed_copy_of=self.id)
+        return Index(live, writable=False)
 
     def close(self) -> None:
         self.index.close()
@@ -128,6 +149,11 @@ class TeacherCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def id(self) -> str:
+        """Tells this cache from others, wherever it is copied to; "" of one that was made without."""
+        return str(_described(self.path).get("id", ""))
 
     @property
     def rows(self) -> int:
@@ -152,6 +178,7 @@ class TeacherCache:
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self.rows):
             raise MissingRows(
                 f"{self.path} has {self.rows} rows, counted from 0; asked for {rows.min()} to {rows.max()}"
+                f"{self.index.as_of}"
             )
         return self.texts_table.read(rows)
 
@@ -175,14 +202,14 @@ class TeacherCache:
             asked = f"no corpus {name!r} in {self.path}" if name is not None else f"no corpus in {self.path}"
             raise CorpusNotFound(
                 f"{asked}; it has: {', '.join(sorted(known)) or 'none'}; "
-                "`tcache build CORPUS --teacher T --name NAME` adds one"
+                f"`tcache build CORPUS --teacher T --name NAME` adds one{self.index.as_of}"
             )
         try:
             return Manifest(known[name], self.path)
-        except DamagedCache:
+        except DamagedCache as error:
             newest = self.corpora().get(name)
             if newest == known[name] or newest is None:
-                raise
+                raise DamagedCache(f"{error}{self.index.as_of}") from error
             return Manifest(newest, self.path)  # a writer replaced the corpus between our two looks
 
     def publish_corpus(self, record: CorpusRecord, written: Path) -> Manifest:
@@ -231,7 +258,9 @@ class TeacherCache:
         else:
             between = _differences([record.space for record in fitting])
             problem = f"{self.path} has {len(fitting)} spaces that fit ({between}): say which by its full name"
-        raise SpaceNotFound(f"{problem}; it has: {known}; `tcache build CORPUS --teacher T` fills one")
+        raise SpaceNotFound(
+            f"{problem}; it has: {known}; `tcache build CORPUS --teacher T` fills one{self.index.as_of}"
+        )
 
     def _mismatch(self, wanted: Mapping[str, Any], spaces: Sequence[EmbeddingSpace]) -> SpaceMismatch:
         differing = [
@@ -244,7 +273,7 @@ class TeacherCache:
         )
         return SpaceMismatch(
             f"{self.path} has no space that fits; the nearest is {nearest.slug}, which differs in {listed}; "
-            "`tcache build` with these settings fills one"
+            f"`tcache build` with these settings fills one{self.index.as_of}"
         )
 
     def find_space(self, space: EmbeddingSpace) -> SpaceView | None:
@@ -272,15 +301,8 @@ class TeacherCache:
         folder = self.path / SPACES / space.slug
         shutil.rmtree(folder, ignore_errors=True)  # a leftover that was never published
         make_folder(folder)
-        ShardedArray.create(
-            folder / "vectors.zarr",
-            width=space.dims,
-            dtype=form.dtype,
-            shard_rows=self.shard_rows,
-            chunk_rows=math.gcd(CHUNK_ROWS, self.shard_rows),
-            compressed=form.compressed,
-        )
         record = SpaceRecord(space, storage)
+        create_vectors(folder / record.array, form, space.dims, self.shard_rows)
         with replacing(folder / "space.json") as file:  # for people and other tools; the index is what counts
             file.write(record.to_json())
         return SpaceView(self.path, self.index, record)
@@ -314,16 +336,30 @@ def _differences(spaces: Sequence[EmbeddingSpace]) -> str:
     return "they differ in " + ", ".join(names)
 
 
-def _check_format(path: Path) -> None:
+def _described(path: Path) -> dict[str, Any]:
+    """What `cache.json` says.
+
+    Raises:
+        DamagedCache: it does not say which format the cache is in.
+    """
     try:
-        version = json.loads((path / CACHE_JSON).read_bytes())["format"]
+        record: dict[str, Any] = json.loads((path / CACHE_JSON).read_bytes())
+        record["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCache(f"{path / CACHE_JSON} does not say which format it is: {error!r}") from error
+    return record
+
+
+def _check_format(path: Path) -> None:
+    version = _described(path)["format"]
     if version != FORMAT_VERSION:
         raise FormatVersionError(
             f"{path} is in cache format {version}, this version reads format {FORMAT_VERSION}; use the "
             "release that wrote it, or build a new cache"
         )
+
+
+def _check_index(path: Path) -> None:
     # LMDB would make an empty one for a writer, and everything stored would be written over.
     if not Index.exists(path / INDEX):
         raise DamagedCache(f"the index at {path / INDEX} is gone: put a copy back, or build a new cache")
@@ -350,6 +386,6 @@ def _make(path: Path, shard_rows: int) -> None:
     index = Index(path / INDEX, writable=True)
     index.commit([])
     index.close()
-    record = {"format": FORMAT_VERSION, "key": KEY_RULE, "shard_rows": shard_rows}
+    record = {"format": FORMAT_VERSION, "id": secrets.token_hex(16), "key": KEY_RULE, "shard_rows": shard_rows}
     with replacing(path / CACHE_JSON) as file:  # last: from here on it is a cache
         file.write(json.dumps(record).encode())

@@ -96,7 +96,7 @@ def plan(corpus: Corpus, teacher: TeacherOptions, cache: str | Path, *, probe: b
         missing=missing,
         tokens=tokens,
         truncated=float((counts > spec.space.max_length).mean()) if len(counts) else 0.0,
-        bytes={name: missing * spec.space.dims * form.bytes_per_value for name, form in FORMATS.items()},
+        bytes={name: missing * form.row_bytes(spec.space.dims) for name, form in FORMATS.items()},
         hours=tokens / rate / 3600 if rate else None,
         basis=basis if rate else "",
     )

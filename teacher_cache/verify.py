@@ -13,8 +13,9 @@ import numpy as np
 
 from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, FormatVersionError
+from teacher_cache.storage.files import TEMPORARY_SUFFIX
 from teacher_cache.storage.index import ShardRecord
-from teacher_cache.storage.shards import EMPTY, TEMPORARY_SUFFIX, ShardedArray
+from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT
 from teacher_cache.text_key import text_keys
 from teacher_cache.view import SPACES, SpaceRecord, SpaceView
@@ -71,14 +72,14 @@ def verify(path: str | Path, *, deep: bool = False) -> Verdict:
         with index.snapshot():
             rows, keys = index.rows(), index.key_count()
             spaces = cache.space_records()
-            arrays = [TEXT, KEYS, *(f"{SPACES}/{slug}" for slug in spaces)]
+            arrays = [TEXT, KEYS, *(space.array_name for space in spaces.values())]
             records = {name: index.shards(name) for name in arrays}
         damage: list[Damage] = []
         if keys != rows:
             damage.append(Damage("count", f"the index has {keys} text keys for {rows} rows", abs(keys - rows)))
         in_texts = [
-            *_check_array(cache, TEXT, table.text, records[TEXT], rows, complete=True, deep=deep),
-            *_check_array(cache, KEYS, table.keys, records[KEYS], rows, complete=True, deep=deep),
+            *_check_array(cache, TEXT, table.text.array, records[TEXT], rows, complete=True, deep=deep),
+            *_check_array(cache, KEYS, table.keys.array, records[KEYS], rows, complete=True, deep=deep),
         ]
         damage += in_texts
         if deep and not in_texts:
@@ -135,13 +136,12 @@ def _check_array(
         if complete and count != expected:
             yield Damage("count", f"{path}: {count} rows recorded, expected {expected}", expected - count)
         try:
-            shard = array.open_shard(number, record.digest)
-            stored = shard.entries[:, 0] != EMPTY
+            shard = array.open_shard(number)
             chunks = np.unique(np.flatnonzero(record.present) // array.chunk_rows)
-            if not stored[chunks].all():
+            if not shard.stored[chunks].all():
                 yield Damage("damaged_shard", f"{path}: promised chunks are not stored", count)
             elif deep:
-                values = array.read_shard(number, record.present, record.digest)
+                values = array.read_shard(number, record.present)
                 if array.codec.digest(values) != record.digest:
                     yield Damage("digest", f"{path}: the values are not those that were written", count)
         except DamagedCache as error:
@@ -168,7 +168,7 @@ def _check_keys(cache: TeacherCache, records: dict[int, ShardRecord]) -> Iterato
 
 def _check_finite(view: SpaceView, records: dict[int, ShardRecord]) -> Iterator[Damage]:
     for number, record in records.items():
-        values = view.vectors.read_shard(number, record.present, record.digest)
+        values = view.vectors.read_shard(number, record.present)
         bad = int((~np.isfinite(values.astype(np.float32)).all(axis=1)).sum())
         if bad:
             yield Damage("non_finite", f"shard {number} of space {view.slug} holds NaN or infinite rows", bad)

@@ -1,19 +1,27 @@
 """One embedding space of a cache: a column of the table, read lazily, written a shard at a time."""
 
 import json
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.errors import MissingRows
+from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import NumberFormat, check_rows, number_format
+from teacher_cache.storage.codec import NumberFormat, Stored, check_rows, number_format
+from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, ShardRecord, quarantine_key, shard_key
 from teacher_cache.storage.shards import ShardedArray
 
 SPACES = "spaces"
+VECTORS = "vectors.zarr"
+# Rows of one inner chunk: small enough to decode for a single row, large enough to compress.
+CHUNK_ROWS = 64
+_ARRAY = re.compile(r"vectors(-[a-z0-9]+)?\.zarr")
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,7 @@ class SpaceRecord:
     """What the index knows of one embedding space.
 
     Attributes:
+        array: folder of the vectors inside the space's; another one after a conversion of the number format.
         tokens, seconds: what encoding has cost so far, for foretelling the rest.
     """
 
@@ -28,12 +37,20 @@ class SpaceRecord:
     storage: str
     tokens: int = 0
     seconds: float = 0.0
+    array: str = VECTORS
+
+    @property
+    def array_name(self) -> str:
+        """Of the vectors in the index."""
+        name = f"{SPACES}/{self.space.slug}"
+        return name if self.array == VECTORS else f"{name}/{self.array}"
 
     def to_json(self) -> bytes:
         record = {
             "space": self.space.to_json(),
             "fingerprint": self.space.fingerprint,
             "storage": self.storage,
+            "array": self.array,
             "tokens": self.tokens,
             "seconds": self.seconds,
         }
@@ -43,7 +60,23 @@ class SpaceRecord:
     def from_json(cls, data: bytes) -> "SpaceRecord":
         record = json.loads(data)
         space = EmbeddingSpace.from_json(record["space"])
-        return cls(space, record["storage"], record["tokens"], record["seconds"])
+        array = record.get("array", VECTORS)
+        if not _ARRAY.fullmatch(array):
+            raise DamagedCache(f"space {space.slug} names its vectors {array!r}, which may lie outside of its folder")
+        return cls(space, record["storage"], record["tokens"], record["seconds"], array)
+
+
+def create_vectors(folder: Path, form: NumberFormat, dims: int, shard_rows: int) -> ShardedArray:
+    """An empty array for vectors of that many numbers in that format."""
+    return ShardedArray.create(
+        folder,
+        width=form.width(dims),
+        dtype=form.dtype,
+        shard_rows=shard_rows,
+        chunk_rows=math.gcd(CHUNK_ROWS, shard_rows),
+        compressed=form.compressed,
+        checksum=form.checksum,
+    )
 
 
 class SpaceView:
@@ -54,34 +87,18 @@ class SpaceView:
         self.record = record
         self.space = record.space
         self.slug = record.space.slug
-        self.array_name = f"{SPACES}/{self.slug}"
+        self.array_name = record.array_name
         self.form: NumberFormat = number_format(record.storage)
-        self.vectors = ShardedArray(cache / self.array_name / "vectors.zarr")
-        self._records: dict[int, ShardRecord] = {}
+        self.column = Column(index, self.array_name, cache / SPACES / self.slug / record.array)
+        self.vectors = self.column.array
 
     @property
     def dims(self) -> int:
         return self.space.dims
 
-    def _record(self, number: int, within: npt.NDArray[np.int64]) -> ShardRecord | None:
-        """The shard's record, fetched again when it may have grown since."""
-        if number < 0:  # -1 is what `lookup` says of a text that the table does not have
-            return None
-        record = self._records.get(number)
-        if record is None or not record.present[within].all():
-            record = self.index.shard(self.array_name, number)
-            if record is not None:
-                self._records[number] = record
-        return record
-
     def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """`(n,)`: which rows have a vector."""
-        mask = np.zeros(len(rows), dtype=bool)
-        for number, places, within in self.vectors.by_shard(rows):
-            record = self._record(number, within)
-            if record is not None:
-                mask[places] = record.present[within]
-        return mask
+        return self.column.present(rows)
 
     def present_count(self) -> int:
         """How many rows have a vector."""
@@ -92,26 +109,38 @@ class SpaceView:
         return self.index.quarantined(self.slug)
 
     def gather(
-        self, rows: npt.NDArray[np.int64], out: npt.NDArray[np.float32] | None = None
-    ) -> npt.NDArray[np.float32]:
-        """`(n, dims)` float32 vectors of n rows, in the order asked for.
+        self,
+        rows: npt.NDArray[np.int64],
+        out: Any | None = None,
+        *,
+        dtype: npt.DTypeLike = np.float32,
+    ) -> npt.NDArray[np.floating]:
+        """`(n, dims)` vectors of n rows, in the order asked for.
 
         Args:
-            out: written into instead of a new array.
+            out: written into instead of a new array: a float array, or a torch tensor in main memory.
+            dtype: float16, float32 or float64, of a new array.
 
         Raises:
             MissingRows: a row has no vector in this space.
             DamagedCache: a shard is not what the index says it is.
         """
         rows = np.asarray(rows, dtype=np.int64)
-        if out is None:
-            out = np.empty((len(rows), self.dims), dtype=np.float32)
-        for number, places, within in self.vectors.by_shard(rows):
-            record = self._record(number, within)
-            if record is None or not record.present[within].all():
-                raise self._missing(rows)
-            out[places] = self.vectors.read_rows(number, within, record.digest)
-        return out
+        into = np.empty((len(rows), self.dims), dtype=dtype) if out is None else _array_of(out)
+        if into.shape != (len(rows), self.dims) or into.dtype.kind != "f":
+            raise ValueError(f"expected {(len(rows), self.dims)} floats to write into, found {into.shape} {into.dtype}")
+        if into.dtype == self.vectors.dtype and into.flags.c_contiguous:
+            self.gather_stored(rows, into)
+        else:
+            self.form.restore(self.gather_stored(rows), into)
+        return into
+
+    def gather_stored(self, rows: npt.NDArray[np.int64], out: Stored | None = None) -> Stored:
+        """`(n, form.width(dims))` rows as they are stored, for `form.restore`; otherwise like `gather`."""
+        try:
+            return self.column.read(rows, out)
+        except MissingRows:
+            raise self._missing(rows) from None
 
     def _missing(self, rows: npt.NDArray[np.int64]) -> MissingRows:
         missing = rows[~self.present(rows)]
@@ -129,12 +158,21 @@ class SpaceView:
         return np.setdiff1d(missing, refused, assume_unique=True)
 
     def write(
-        self, number: int, rows: npt.NDArray[np.int64], vectors: npt.NDArray[np.float32]
+        self,
+        number: int,
+        rows: npt.NDArray[np.int64],
+        vectors: npt.NDArray[np.float32],
+        *,
+        tokens: int = 0,
+        seconds: float = 0.0,
     ) -> tuple[int, dict[int, str]]:
         """Store the vectors of some rows of one shard, durable and published when this returns.
 
         Rows that the number format cannot hold, and non-finite ones, are quarantined with a reason. The first
         write to a new space publishes the space too.
+
+        Args:
+            tokens, seconds: what these vectors have cost, for `tcache plan`.
 
         Returns:
             How many were stored, and row -> reason for the others.
@@ -142,38 +180,49 @@ class SpaceView:
         Raises:
             DamagedCache: the shard's older rows are not what was written; nothing changes.
         """
-        shard_rows = self.vectors.shard_rows
         checked = check_rows(vectors, self.form)
         good = np.array([place not in checked.refused for place in range(len(rows))], dtype=bool)
         refused = {int(rows[place]): reason for place, reason in checked.refused.items()}
         changes = [
             Change("quarantine", quarantine_key(self.slug, row), reason.encode()) for row, reason in refused.items()
         ]
-        if good.any():
-            before = self.index.shard(self.array_name, number)
-            body = np.zeros((shard_rows, self.dims), dtype=self.form.dtype)
-            present = np.zeros(shard_rows, dtype=bool)
+        stored = rows[good]
+        changes += [
+            Change("quarantine", quarantine_key(self.slug, row), None)
+            for row in sorted(self.quarantined().keys() & set(stored.tolist()))
+        ]
+        if len(stored):
             worst = float(checked.cosine_error[good].max())
-            if before is not None:
-                present |= before.present
-                body[present] = self.vectors.read_checked(number, before.present, before.digest)
-                worst = max(worst, before.worst_error)
-            within = rows[good] - number * shard_rows
-            body[within] = checked.stored[good]
-            present[within] = True
-            receipt = self.vectors.write_shard(number, body, present)
-            self.vectors.grow(number * shard_rows + int(np.flatnonzero(present)[-1]) + 1)
-            record = ShardRecord(receipt.digest, worst, receipt.size, present)
-            changes.append(Change("shards", shard_key(self.array_name, number), record.pack()))
-        if self.index.record("spaces", self.slug) is None:
-            changes.append(Change("spaces", self.slug.encode(), self.record.to_json()))
+            changes.append(self._write_shard(number, stored, checked.stored[good], worst))
+        published = self.index.record("spaces", self.slug)
+        if published is None or tokens or seconds:
+            now = self.record if published is None else SpaceRecord.from_json(published)
+            now = replace(now, tokens=now.tokens + tokens, seconds=now.seconds + seconds)
+            changes.append(Change("spaces", self.slug.encode(), now.to_json()))
         self.index.commit(changes)
-        return int(good.sum()), refused
+        return len(stored), refused
 
-    def add_cost(self, tokens: int, seconds: float) -> None:
-        """Remember what encoding cost, for `tcache plan`."""
-        record = SpaceRecord(
-            self.space, self.record.storage, self.record.tokens + tokens, self.record.seconds + seconds
-        )
-        self.index.commit([Change("spaces", self.slug.encode(), record.to_json())])
-        self.record = record
+    def _write_shard(self, number: int, rows: npt.NDArray[np.int64], stored: Stored, worst: float) -> Change:
+        """Write a shard anew with more rows; the change that publishes it."""
+        shard_rows = self.vectors.shard_rows
+        before = self.index.shard(self.array_name, number)
+        body = self.vectors.empty(shard_rows)
+        present = np.zeros(shard_rows, dtype=bool)
+        if before is not None:
+            present |= before.present
+            body[present] = self.vectors.read_checked(number, before.present, before.digest)
+            worst = max(worst, before.worst_error)
+        within = rows - number * shard_rows
+        body[within] = stored
+        present[within] = True
+        receipt = self.vectors.write_shard(number, body, present)
+        self.vectors.grow(number * shard_rows + int(np.flatnonzero(present)[-1]) + 1)
+        record = ShardRecord(receipt.digest, worst, receipt.size, present)
+        return Change("shards", shard_key(self.array_name, number), record.pack())
+
+
+def _array_of(out: Any) -> npt.NDArray[Any]:
+    """The memory of an array or tensor as an array."""
+    if not isinstance(out, np.ndarray) and not hasattr(out, "data_ptr"):  # a list would be copied, not filled
+        raise ValueError(f"expected an array or tensor to write into, found {type(out).__name__}")
+    return np.asarray(out)

@@ -3,8 +3,8 @@
 No teacher, no corpus file: rows come from the manifest, texts and vectors from the cache.
 """
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,31 +16,20 @@ from torch.utils.data import Dataset
 from distill.errors import ConfigError, RunFolderError
 from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, MissingRows
+from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.storage.manifest import Manifest
+from teacher_cache.stream import Batch, WindowedReader
 from teacher_cache.text_key import text_keys
 from teacher_cache.view import SpaceView
 
 # Rows whose text is compared with its key when a dataset is opened.
 PROBED_ROWS = 64
 RECORDS_AT_ONCE = 2**20
+# Batches that are sorted by length together.
+GROUPED_BATCHES = 50
 
 
-@dataclass(frozen=True)
-class Records:
-    """B records.
-
-    Attributes:
-        texts: B texts of view 1, or 2B texts where the second text of each record is view 2.
-        rows: `(B,)` row of each record's first text.
-        vectors: `(B, d_T)` float32, the teacher's vector of the first text.
-    """
-
-    texts: list[str]
-    rows: npt.NDArray[np.int64]
-    vectors: npt.NDArray[np.float32]
-
-
-class CachedDataset(Dataset[Records]):
+class CachedDataset(Dataset[Batch]):
     """A corpus in one embedding space, by record number; texts that are left out are skipped over.
 
     Pickles without open handles: each data-loading process opens the cache for itself.
@@ -75,6 +64,7 @@ class CachedDataset(Dataset[Records]):
         self.fingerprint = manifest.record.fingerprint
         self.pairs = pairs
         self._open: tuple[TeacherCache, SpaceView, Manifest] | None = (cache, space, manifest)
+        self._process = os.getpid()
         rows = manifest.distinct_rows(cache.rows)
         excluded = np.zeros(0, dtype=np.int64)
         if left_out is not None and len(left_out):
@@ -94,8 +84,10 @@ class CachedDataset(Dataset[Records]):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": None}
 
-    def _handles(self) -> tuple[TeacherCache, SpaceView, Manifest]:
-        if self._open is None:
+    def handles(self) -> tuple[TeacherCache, SpaceView, Manifest]:
+        """Cache, space and corpus as this process has opened them."""
+        if self._open is None or self._process != os.getpid():  # a thread may have held a lock across the fork
+            self._process = os.getpid()
             cache = TeacherCache.open(self.cache_path)
             manifest = cache.corpus(self.corpus_name)
             if manifest.record.fingerprint != self.fingerprint:
@@ -108,18 +100,69 @@ class CachedDataset(Dataset[Records]):
     def __len__(self) -> int:
         return self.records
 
-    def __getitem__(self, record: int) -> Records:
+    def __getitem__(self, record: int) -> Batch:
         return self.__getitems__([record])
 
-    def __getitems__(self, records: Sequence[int]) -> Records:
+    def __getitems__(self, records: Sequence[int]) -> Batch:
         """The records of those numbers, in that order; DataLoader hands whole batches in here."""
-        cache, space, manifest = self._handles()
-        numbers = np.asarray(records, dtype=np.int64)
-        places = numbers + np.searchsorted(self._before_excluded, numbers, side="right")
-        rows = manifest.rows[places]
+        cache, space, _ = self.handles()
+        rows = self.rows_of(np.asarray(records, dtype=np.int64))
         first = np.ascontiguousarray(rows[:, 0])
         wanted = np.concatenate([first, rows[:, 1]]) if self.pairs else first
-        return Records(cache.texts(wanted), first, space.gather(first))
+        return Batch(cache.texts(wanted), first, space.gather(first))
+
+    def rows_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`(n, k)` rows of the texts of records by their number."""
+        places = records + np.searchsorted(self._before_excluded, records, side="right")
+        return self.handles()[2].rows_of(places)
+
+
+class ShuffledDataset(Dataset[Batch]):
+    """The records of a dataset by their position in shuffled epochs, as `StreamingSampler` counts them.
+
+    Read a window at a time and ahead of use, in each loading process for itself; any position can be asked for.
+
+    Args:
+        by_length: make batches of texts of similar length.
+    """
+
+    def __init__(self, dataset: CachedDataset, order: WindowedShuffle, *, by_length: bool = False) -> None:
+        self.dataset = dataset
+        self.order = order
+        self.by_length = by_length
+        self._reader: WindowedReader | None = None
+        self._process = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_reader": None}
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, position: int) -> Batch:
+        return self.__getitems__([position])
+
+    def __getitems__(self, positions: Sequence[int]) -> Batch:
+        """The records at positions of one batch."""
+        if self._reader is None or self._process != os.getpid():  # no thread lives on across a fork
+            self._process = os.getpid()
+            cache, space, _ = self.dataset.handles()
+            self._reader = WindowedReader(
+                cache,
+                space,
+                self.order,
+                self.dataset.rows_of,
+                texts=2 if self.dataset.pairs else 1,
+                grouped=GROUPED_BATCHES if self.by_length else 0,
+            )
+        epoch = positions[0] // len(self.order)
+        return self._reader.read(epoch, np.asarray(positions, dtype=np.int64) - epoch * len(self.order))
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._reader is not None and self._process == os.getpid():
+            self._reader.close()
+        self._reader = None
 
 
 def _records_with(texts: npt.NDArray[np.int64], manifest: Manifest, table_rows: int) -> npt.NDArray[np.int64]:
@@ -180,7 +223,7 @@ class Collator:
         self.prompt = prompt
         self.repeat = repeat
 
-    def __call__(self, records: Records) -> dict[str, Tensor]:
+    def __call__(self, records: Batch) -> dict[str, Tensor]:
         texts = [self.prompt + text for text in records.texts] if self.prompt else records.texts
         tokens = self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
         ids, mask = tokens["input_ids"], tokens["attention_mask"]

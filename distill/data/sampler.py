@@ -1,65 +1,36 @@
-"""The order of training: a windowed shuffle that is a pure function of seed and epoch.
-
-Blocks of neighbouring records are permuted, a window of blocks is gathered, and the records inside the window
-are permuted fully. Reading stays nearly sequential on disk while a batch mixes records from all over the
-window. Nothing is remembered but (epoch, position), so a run resumes at the exact record.
-"""
+"""The order of training as a torch batch sampler: positions in shuffled epochs."""
 
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Sampler
 
-BLOCK = 64
-WINDOW = 65_536
+from teacher_cache.shuffle import WindowedShuffle
 
 
 class StreamingSampler(Sampler[list[int]]):
-    """Batches of record numbers in `[0, records)`, every record once an epoch.
+    """Batches of positions in a shuffled epoch, for a `ShuffledDataset` of the same order.
 
-    Ranks of one run take turns at the batches of one common order, so they are disjoint; batches that do not
-    go round evenly are left out, so that no rank waits for another.
+    Position p of epoch e is the number `e * len(order) + p`, so that which record it is depends on nothing else,
+    in whatever process it is read. Nothing is remembered but (epoch, position): a run resumes at the exact batch.
 
     Args:
-        records: how many records there are.
-        batch: records in a batch; the last, smaller batch is left out when `drop_last`, because losses that
-            compare the texts of a batch with each other change scale with its size.
-        window: records shuffled together; at least `batch`.
-        seed: two runs with one seed see one order.
+        order: of this rank.
+        drop_last: leave out the last, smaller batch, because losses that compare the texts of a batch with each
+            other change scale with its size.
     """
 
-    def __init__(
-        self,
-        records: int,
-        batch: int,
-        *,
-        window: int = WINDOW,
-        seed: int = 0,
-        drop_last: bool = False,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        if records < 1 or batch < 1 or window < batch or not 0 <= rank < ranks:
-            raise ValueError(
-                f"expected records >= 1, 1 <= batch <= window and 0 <= rank < ranks; found records "
-                f"{records}, batch {batch}, window {window}, rank {rank} of {ranks}"
-            )
-        self.records = records
-        self.batch = batch
-        self.window = window
-        self.seed = seed
+    def __init__(self, order: WindowedShuffle, *, drop_last: bool = False) -> None:
+        self.order = order
         self.drop_last = drop_last
-        self.rank = rank
-        self.ranks = ranks
         self.epoch = 0
         self._skip = 0
         self._position = 0
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank, however many of them are skipped."""
-        batches = self.records // self.batch if self.drop_last else -(-self.records // self.batch)
-        return batches // self.ranks
+        records, batch = len(self.order), self.order.batch
+        return records // batch if self.drop_last else -(-records // batch)
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
@@ -77,27 +48,8 @@ class StreamingSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         skip, self._skip = self._skip, 0
         self._position = skip
-        for number, records in enumerate(self._batches()):
-            turn, whose = divmod(number, self.ranks)
-            if turn >= len(self):
-                return
-            if whose == self.rank and turn >= skip:
-                self._position = turn + 1
-                yield records
-
-    def _batches(self) -> Iterator[list[int]]:
-        """All batches of this epoch, over all ranks."""
-        random = np.random.default_rng((self.seed, self.epoch))
-        blocks = random.permutation(-(-self.records // BLOCK))
-        blocks_a_window = max(1, self.window // BLOCK)
-        left = np.empty(0, dtype=np.int64)
-        for start in range(0, len(blocks), blocks_a_window):
-            first = blocks[start : start + blocks_a_window].astype(np.int64) * BLOCK
-            window = (first[:, None] + np.arange(BLOCK)).ravel()
-            window = random.permutation(window[window < self.records])
-            window = np.concatenate([left, window])
-            whole = len(window) // self.batch * self.batch
-            yield from window[:whole].reshape(-1, self.batch).tolist()
-            left = window[whole:]
-        if len(left) and not self.drop_last:
-            yield left.tolist()
+        begin, batch, records = self.epoch * len(self.order), self.order.batch, len(self.order)
+        for number in range(skip, len(self)):
+            self._position = number + 1
+            start = number * batch
+            yield list(range(begin + start, begin + min(start + batch, records)))

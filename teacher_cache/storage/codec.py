@@ -1,7 +1,7 @@
 """Number formats of stored vectors, and the check that what is stored is what the teacher said.
 
-Every row is cast, cast back and compared before it is written. A row that the format cannot hold is handed
-back with a reason; it is never stored silently.
+Every row is converted, converted back and compared before it is written. A row that the format cannot hold is
+handed back with a reason; it is never stored silently.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,19 @@ import numpy.typing as npt
 
 from teacher_cache.errors import CacheError
 
+Stored = npt.NDArray[np.generic]
+
+_BLOCK_ROWS = 1024
+
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How the numbers of one space are stored.
+    """How the numbers of one space are stored: cast to a float type.
 
     Attributes:
         dtype: little-endian numpy dtype on disk.
-        compressed: chunks go through blosc (lz4 after a bit shuffle) or are left as they are.
+        compressed: chunks go through blosc (lz4 after a bit shuffle).
+        checksum: chunks carry a checksum, which every read compares.
         max_cosine_error: largest allowed 1 - cos between a row and what is read back.
         max_norm_error: largest allowed relative error of a row's length.
     """
@@ -26,22 +31,81 @@ class NumberFormat:
     name: str
     dtype: str
     compressed: bool
+    checksum: bool
     max_cosine_error: float
     max_norm_error: float
 
-    @property
-    def bytes_per_value(self) -> int:
-        return np.dtype(self.dtype).itemsize
+    def width(self, dims: int) -> int:
+        """Numbers on disk for a vector of that many."""
+        return dims
+
+    def row_bytes(self, dims: int) -> int:
+        """Bytes of a vector before compression."""
+        return self.width(dims) * np.dtype(self.dtype).itemsize
+
+    def store(self, vectors: npt.NDArray[np.float32]) -> Stored:
+        """`(n, d)` float32 as `(n, width(d))` of the format's dtype."""
+        with np.errstate(over="ignore"):
+            return vectors.astype(self.dtype)
+
+    def restore(self, stored: Stored, out: npt.NDArray[np.floating]) -> None:
+        """Inverse of `store`, into `(n, d)` of any float dtype."""
+        np.copyto(out, stored, casting="same_kind")
+
+    def is_blank(self, stored: Stored) -> npt.NDArray[np.bool_]:
+        """`(n,)`: which rows hold no vector."""
+        return np.asarray(np.isnan(stored).all(axis=1))
+
+
+@dataclass(frozen=True)
+class BlockFormat(NumberFormat):
+    """Eight-bit integers with a float16 scale for every `BLOCK` numbers of a vector.
+
+    x = q * scale with q in [-127, 127] and scale = max |x| / 127 of the block. A row on disk is its d integers
+    followed by the bytes of its ceil(d / BLOCK) scales, little-endian. A row of zeros holds no vector.
+    """
+
+    BLOCK = 64
+
+    def width(self, dims: int) -> int:
+        return dims + 2 * -(-dims // self.BLOCK)
+
+    def store(self, vectors: npt.NDArray[np.float32]) -> Stored:
+        rows, dims = vectors.shape
+        starts = np.arange(0, dims, self.BLOCK)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            scales = (np.maximum.reduceat(np.abs(vectors), starts, axis=1) / 127).astype("<f2")
+            # A scale that was rounded down leaves a quotient above 127.
+            quotient = np.rint(vectors / self._spread(scales, dims)).clip(-127, 127)
+            stored = np.empty((rows, self.width(dims)), dtype=self.dtype)
+            stored[:, :dims] = np.nan_to_num(quotient, nan=0.0)
+        stored[:, dims:] = scales.view(self.dtype)
+        return stored
+
+    def restore(self, stored: Stored, out: npt.NDArray[np.floating]) -> None:
+        dims = out.shape[1]
+        scales = np.ascontiguousarray(stored[:, dims:]).view("<f2")
+        np.multiply(stored[:, :dims], self._spread(scales, dims), out=out, casting="same_kind")
+
+    def _spread(self, scales: npt.NDArray[np.generic], dims: int) -> npt.NDArray[np.float32]:
+        """The scale of every number of a vector."""
+        return np.repeat(scales.astype(np.float32), self.BLOCK, axis=1)[:, :dims]
+
+    def is_blank(self, stored: Stored) -> npt.NDArray[np.bool_]:
+        return np.asarray(~stored.any(axis=1))
 
 
 # float16 keeps 11 significant bits: on real vectors 1 - cos stays below 1e-7. The bounds leave room for
 # rows with many tiny entries, not for rows that overflow or vanish.
-FORMATS = {
-    "float16": NumberFormat("float16", "<f2", True, 1e-6, 1e-3),
-    "raw": NumberFormat("raw", "<f2", False, 1e-6, 1e-3),
+FORMATS: dict[str, NumberFormat] = {
+    form.name: form
+    for form in (
+        NumberFormat("float16", "<f2", True, True, 1e-6, 1e-3),
+        NumberFormat("raw", "<f2", False, False, 1e-6, 1e-3),
+        BlockFormat("compact", "|i1", False, True, 1e-4, 1e-2),
+        NumberFormat("float32", "<f4", True, True, 0.0, 0.0),
+    )
 }
-
-_BLOCK_ROWS = 1024
 
 
 def number_format(name: str) -> NumberFormat:
@@ -61,31 +125,33 @@ class Checked:
     """Rows as they will be stored, with the verdict on each.
 
     Attributes:
-        stored: `(n, d)` in the format's dtype.
+        stored: `(n, width)` in the format's dtype.
         cosine_error: `(n,)` float64, 1 - cos of every row; NaN where the row is refused.
         refused: row position -> why it must not be stored.
     """
 
-    stored: npt.NDArray[np.generic]
+    stored: Stored
     cosine_error: npt.NDArray[np.float64]
     refused: dict[int, str]
 
 
 def check_rows(vectors: npt.NDArray[np.float32], form: NumberFormat) -> Checked:
-    """Cast `(n, d)` float32 vectors to the format and compare every row with what will be read back."""
-    with np.errstate(over="ignore"):
-        stored = vectors.astype(form.dtype)
+    """Convert `(n, d)` float32 vectors to the format and compare every row with what will be read back."""
+    stored = form.store(vectors)
+    back = np.empty_like(vectors)
+    with np.errstate(invalid="ignore"):
+        form.restore(stored, back)
     cosine_error = np.empty(len(vectors))
     refused: dict[int, str] = {}
     for start in range(0, len(vectors), _BLOCK_ROWS):  # in float64, so not all at once
         block = slice(start, start + _BLOCK_ROWS)
-        cosine_error[block], reasons = _compare(vectors[block], stored[block], form)
+        cosine_error[block], reasons = _compare(vectors[block], back[block], form)
         refused |= {start + row: reason for row, reason in reasons.items()}
     return Checked(stored, cosine_error, refused)
 
 
 def _compare(
-    vectors: npt.NDArray[np.float32], stored: npt.NDArray[np.generic], form: NumberFormat
+    vectors: npt.NDArray[np.float32], stored: npt.NDArray[np.float32], form: NumberFormat
 ) -> tuple[npt.NDArray[np.float64], dict[int, str]]:
     exact, back = vectors.astype(np.float64), stored.astype(np.float64)
     with np.errstate(invalid="ignore"):

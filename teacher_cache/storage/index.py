@@ -5,7 +5,10 @@ presence bit is not set does not either. Everything a build promises becomes tru
 
 LMDB allows one handle of an index in a process: whoever opens the same one there, to read or to write, shares
 it. It is opened lazily in each process and never used across a fork or a pickle: a handle that crosses a fork
-corrupts its readers' table. It must not lie on a network file system.
+corrupts its readers' table. It must not lie on a network file system, and who reads it writes to its lock file.
+
+A sealed copy is for those who cannot: the same databases in one file that never changes, rebuilt in key order
+so that its pages are full. It needs no lock, so any number of machines may read it, from any file system.
 """
 
 import errno
@@ -15,6 +18,8 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +30,20 @@ import numpy.typing as npt
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, DiskFull
 
 # Named databases. `keys`: 16-byte text key -> row. `shards`: array name, 0, shard number -> ShardRecord.
-# `quarantine`: space, 0, row -> reason. `corpora`, `spaces`: name -> JSON. `meta`: b"rows" -> row count.
+# `quarantine`: space, 0, row -> reason. `corpora`, `spaces`: name -> JSON. `meta`: b"rows" -> row count, and in
+# a sealed copy b"cache" -> the id of its cache, b"sealed" -> when it was made.
 DATABASES = ("meta", "keys", "shards", "corpora", "spaces", "quarantine")
 DATA = "data.mdb"
+LOCK = "lock.mdb"
 FIRST_MAP_BYTES = 64 * 2**20
 MAX_READERS = 1024
+# Records fetched in one read transaction while walking over many.
+RECORDS_AT_A_TIME = 256
+# Entries of one write transaction of a sealed copy: 34 bytes each, kept in memory until it ends.
+SEALED_AT_A_TIME = 2**18
 
 _ROW = struct.Struct("<Q")
+_NO_ROW = b"\xff" * 8  # -1 when read as int64
 _ORDERED = struct.Struct(">Q")  # big-endian, so that LMDB's byte order is number order
 _RECORD = struct.Struct("<16sdQ")
 
@@ -89,8 +101,9 @@ class _Environment:
     Counted, not left to the garbage collector: LMDB must have closed before the same file is opened again.
     """
 
-    def __init__(self, folder: Path, *, writable: bool) -> None:
+    def __init__(self, folder: Path, *, writable: bool, sealed: bool) -> None:
         self.folder = folder
+        self.sealed = sealed
         self.pid = os.getpid()
         self.users = 0
         # A grown map moves: no transaction of another thread may be open then.
@@ -104,16 +117,16 @@ class _Environment:
                 map_size=FIRST_MAP_BYTES,
                 readonly=not writable,
                 create=writable,
+                lock=not self.sealed,
                 max_dbs=len(DATABASES),
                 max_readers=MAX_READERS,
                 meminit=False,
             )
-            self.env.reader_check()  # readers that were killed would keep old pages from being used again
+            if not self.sealed:
+                self.env.reader_check()  # readers that were killed would keep old pages from being used again
             self.databases = {name: self.env.open_db(name.encode(), create=writable) for name in DATABASES}
         except lmdb.ReadonlyError as error:
-            raise CacheError(
-                f"not allowed to open the index at {self.folder}: {error}; even a reader writes to its lock.mdb"
-            ) from error
+            raise _not_allowed(self.folder) from error
         except lmdb.Error as error:
             if _is_disk_full(error):
                 raise _disk_full(self.folder) from error
@@ -141,19 +154,31 @@ _environments: dict[tuple[int, int], _Environment] = {}
 _registry = threading.RLock()  # the garbage collector may close one index while another is being opened
 
 
-def _acquire(folder: Path, *, writable: bool) -> _Environment:
+def _acquire(folder: Path, *, writable: bool, sealed: bool) -> _Environment:
     """This process's environment of the index in `folder`; give it back with `_release`."""
     with _registry:
         known = _known(folder)
         if known is None:
-            if not writable and not Index.exists(folder):
-                raise CacheNotFound(f"no index at {folder}: not a teacher cache, or its index was deleted")
-            known = _Environment(folder, writable=writable)
+            if not writable:
+                _check_readable(folder, sealed=sealed)
+            known = _Environment(folder, writable=writable, sealed=sealed)
             _environments[_file_of(folder)] = known
         elif writable:
             known.make_writable()
         known.users += 1
         return known
+
+
+def _check_readable(folder: Path, *, sealed: bool) -> None:
+    if not Index.exists(folder):
+        raise CacheNotFound(
+            f"no sealed copy of the index at {folder}: `tcache seal` makes one, where the cache is written"
+            if sealed
+            else f"no index at {folder}: not a teacher cache, or its index was deleted"
+        )
+    # On a read-only file system LMDB would go without the lock, and somebody may write on the other side of it.
+    if not sealed and not Index.lockable(folder):
+        raise _not_allowed(folder)
 
 
 def _known(folder: Path) -> _Environment | None:
@@ -184,9 +209,15 @@ def _release(environment: _Environment) -> None:
 class Index:
     """One LMDB environment with the databases above. Threads of a process take turns."""
 
-    def __init__(self, folder: Path, *, writable: bool) -> None:
+    def __init__(self, folder: Path, *, writable: bool, sealed_copy_of: str | None = None) -> None:
+        """An index, opened by the first look into it.
+
+        Args:
+            sealed_copy_of: the folder holds a sealed copy, and of the cache with this id.
+        """
         self.folder = folder
         self.writable = writable
+        self.sealed_copy_of = sealed_copy_of
         self._shared: _Environment | None = None
         self._snapshot: tuple[Any, dict[str, Any]] | None = None
 
@@ -194,18 +225,35 @@ class Index:
     def exists(folder: Path) -> bool:
         return (folder / DATA).is_file()
 
+    @staticmethod
+    def lockable(folder: Path) -> bool:
+        """Whether this process may write to the lock file, as even a reader of a live index does."""
+        lock = folder / LOCK
+        return os.access(lock if lock.exists() else folder, os.W_OK)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder}
+        return {"folder": self.folder, "sealed_copy_of": self.sealed_copy_of}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"], writable=False)  # type: ignore[misc]
+        self.__init__(writable=False, **state)  # type: ignore[misc]
 
     def _environment(self) -> _Environment:
         if self._shared is not None and self._shared.pid != os.getpid():
             self._let_go()
         if self._shared is None:
-            self._shared = _acquire(self.folder, writable=self.writable)
+            self._shared = _acquire(self.folder, writable=self.writable, sealed=self.sealed_copy_of is not None)
+            if self.sealed_copy_of is not None:
+                self._check_identity(self.sealed_copy_of)
         return self._shared
+
+    def _check_identity(self, cache: str) -> None:
+        found = (self._meta("cache") or b"").decode()
+        if found != cache:
+            self._let_go()
+            raise CacheError(
+                f"the sealed index at {self.folder} is that of another cache (id {found or 'unknown'}, expected "
+                f"{cache or 'unknown'}): run `tcache seal {self.folder.parent}` where the cache is written"
+            )
 
     def _let_go(self) -> None:
         shared, self._shared = self._shared, None
@@ -239,8 +287,50 @@ class Index:
             finally:
                 self._snapshot = None
 
-    def commit(self, changes: Iterable[Change]) -> None:
-        """Apply all changes in one durable transaction, growing the map as often as it takes.
+    def copy_sealed(self, path: Path, cache: str, when: str) -> None:
+        """Write the index as one transaction sees it into the empty file `path`, in key order and with full pages.
+
+        While it runs, a writer cannot use pages again that it has freed: its own file grows the more.
+
+        Args:
+            cache: id of the cache, which `sealed_copy_of` asks for.
+            when: what `as_of` will say.
+
+        Raises:
+            DiskFull: `path` is not complete, and nothing else has changed.
+            CacheError: this is a sealed copy itself.
+        """
+        if self.sealed_copy_of is not None:
+            raise CacheError(
+                f"{self.folder.parent / 'index.lmdb'} cannot be written to here, and a sealed copy is no source of "
+                "another: run `tcache seal` where the cache is written"
+            )
+        identity = [(b"cache", cache.encode()), (b"sealed", when.encode())]
+        with self._reading() as (txn, databases):
+            try:
+                # As large as the source can be: it has all its pages, and a few for each of our transactions.
+                room = self.folder.joinpath(DATA).stat().st_size + FIRST_MAP_BYTES
+                with lmdb.open(
+                    str(path), subdir=False, lock=False, sync=False, map_size=room, max_dbs=len(databases)
+                ) as copy:
+                    for name, database in databases.items():
+                        with txn.cursor(db=database) as cursor:
+                            entries = merge(cursor, identity) if name == "meta" else iter(cursor)
+                            _append_all(copy, copy.open_db(name.encode()), entries)
+                    copy.sync(True)
+            except lmdb.Error as error:
+                if _is_disk_full(error):
+                    raise _disk_full(path.parent) from error
+                raise CacheError(f"the index at {self.folder} cannot be sealed: {error}") from error
+
+    def commit(self, changes: Iterable[Change], *, keys: Sequence[bytes] = (), first_row: int = 0) -> None:
+        """Apply everything in one durable transaction, growing the map as often as it takes.
+
+        The keys of a text table are random: the more of them go into one transaction, the more of them share the
+        pages that it writes anew.
+
+        Args:
+            keys: of new texts, whose rows are `first_row` and those after it; the table ends with the last.
 
         Raises:
             DiskFull: nothing of the transaction happened.
@@ -249,11 +339,14 @@ class Index:
         if not self.writable:
             raise CacheError(f'the index at {self.folder} is not open for writing; open the cache with mode "a"')
         changes = list(changes)
+        if keys:
+            changes.append(Change("meta", b"rows", row_value(first_row + len(keys))))
+        entries = _sorted_entries(keys, first_row)
         shared = self._environment()
         with shared.lock:
             while True:
                 try:
-                    self._apply(shared, changes)
+                    self._apply(shared, changes, entries)
                     return
                 except lmdb.MapFullError:
                     shared.env.set_mapsize(shared.env.info()["map_size"] * 2)
@@ -266,8 +359,10 @@ class Index:
                     ) from error
 
     @staticmethod
-    def _apply(shared: _Environment, changes: list[Change]) -> None:
+    def _apply(shared: _Environment, changes: list[Change], entries: list[tuple[bytes, bytes]]) -> None:
         with shared.begin(write=True) as txn:
+            with txn.cursor(db=shared.databases["keys"]) as cursor:
+                cursor.putmulti(entries)
             for change in changes:
                 database = shared.databases[change.database]
                 if change.value is None:
@@ -275,11 +370,21 @@ class Index:
                 else:
                     txn.put(change.key, change.value, db=database)
 
+    def _meta(self, name: str) -> bytes | None:
+        return self.record("meta", name)
+
     def rows(self) -> int:
         """How many texts the table has."""
-        with self._reading() as (txn, databases):
-            value = txn.get(b"rows", db=databases["meta"])
+        value = self._meta("rows")
         return 0 if value is None else int(_ROW.unpack(value)[0])
+
+    @property
+    def as_of(self) -> str:
+        """What a message about something missing ends with: how old a sealed copy is; "" of the live index."""
+        if self.sealed_copy_of is None:
+            return ""
+        when = (self._meta("sealed") or b"an unknown time").decode()
+        return f"; read from the index as sealed at {when}: `tcache seal` makes a newer copy"
 
     def key_count(self) -> int:
         with self._reading() as (txn, databases):
@@ -287,38 +392,47 @@ class Index:
 
     def find(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
         """Row of each key, -1 where the text is not in the table."""
-        rows = np.full(len(keys), -1, dtype=np.int64)
         with self._reading() as (txn, databases):
-            database = databases["keys"]
-            for place, key in enumerate(keys):
-                value = txn.get(key, db=database)
-                if value is not None:
-                    rows[place] = _ROW.unpack(value)[0]
-        return rows
+            database, get = databases["keys"], txn.get
+            values = b"".join([get(key, _NO_ROW, database) for key in keys])
+        return np.frombuffer(values, dtype="<i8").astype(np.int64)
 
     def shard(self, array: str, number: int) -> ShardRecord | None:
         with self._reading() as (txn, databases):
             value = txn.get(shard_key(array, number), db=databases["shards"])
         return None if value is None else ShardRecord.unpack(value)
 
+    def iter_shards(self, array: str) -> Iterator[tuple[int, ShardRecord]]:
+        """Every shard record of one array, by ascending shard number; no transaction is open between them."""
+        for number, value in self._under("shards", array):
+            yield number, ShardRecord.unpack(value)
+
     def shards(self, array: str) -> dict[int, ShardRecord]:
         """Every shard record of one array, by shard number."""
-        return {_ORDERED.unpack(key)[0]: ShardRecord.unpack(value) for key, value in self._under("shards", array)}
+        return dict(self.iter_shards(array))
 
-    def quarantined(self, space: str) -> dict[int, str]:
-        """Row -> reason, for rows whose vector was refused."""
-        return {_ORDERED.unpack(key)[0]: value.decode() for key, value in self._under("quarantine", space)}
+    def quarantined(self, space: str, rows: range | None = None) -> dict[int, str]:
+        """Row -> reason, for rows whose vector was refused; of all of them, or of a range."""
+        first, stop = (0, None) if rows is None else (rows.start, rows.stop)
+        return {row: value.decode() for row, value in self._under("quarantine", space, first, stop)}
 
-    def _under(self, database: str, name: str) -> list[tuple[bytes, bytes]]:
+    def _under(self, database: str, name: str, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """The values under a name and the numbers from `first` to before `stop`, in order."""
         prefix = name.encode() + b"\0"
-        found = []
-        with self._reading() as (txn, databases), txn.cursor(db=databases[database]) as cursor:
-            if cursor.set_range(prefix):
-                for key, value in cursor:
-                    if not key.startswith(prefix):
-                        break
-                    found.append((key[len(prefix) :], value))
-        return found
+        start = prefix + _ORDERED.pack(first)
+        while True:
+            with self._reading() as (txn, databases), txn.cursor(db=databases[database]) as cursor:
+                found = list(islice(cursor, RECORDS_AT_A_TIME)) if cursor.set_range(start) else []
+            for key, value in found:
+                if not key.startswith(prefix):
+                    return
+                (number,) = _ORDERED.unpack_from(key, len(prefix))
+                if stop is not None and number >= stop:
+                    return
+                yield number, value
+            if len(found) < RECORDS_AT_A_TIME:
+                return
+            start = found[-1][0] + b"\0"  # the next key there can be
 
     def records(self, database: str) -> dict[str, bytes]:
         """All of `corpora` or `spaces`: name -> JSON bytes."""
@@ -329,6 +443,32 @@ class Index:
         with self._reading() as (txn, databases):
             value: bytes | None = txn.get(name.encode(), db=databases[database])
         return value
+
+
+def _sorted_entries(keys: Sequence[bytes], first_row: int) -> list[tuple[bytes, bytes]]:
+    """Keys and row values in key order, near enough: neighbours in the tree are put one after the other."""
+    if not keys:
+        return []
+    heads = np.frombuffer(b"".join([key[:8] for key in keys]), dtype=">u8").astype(np.uint64)
+    order = np.argsort(heads, kind="stable")
+    values = (order + first_row).astype("<u8").view("V8").tolist()
+    return list(zip([keys[place] for place in order.tolist()], values, strict=True))
+
+
+def _append_all(environment: Any, database: Any, entries: Iterator[tuple[bytes, bytes]]) -> None:
+    """Put ascending entries behind what is there; memory stays that of one transaction."""
+    while True:
+        with environment.begin(write=True) as txn, txn.cursor(db=database) as cursor:
+            consumed, _ = cursor.putmulti(islice(entries, SEALED_AT_A_TIME), append=True)
+        if consumed < SEALED_AT_A_TIME:
+            return
+
+
+def _not_allowed(folder: Path) -> CacheError:
+    return CacheError(
+        f"not allowed to write to {folder / LOCK}, as even a reader of the index must: run `tcache seal "
+        f"{folder.parent}` where that is allowed, and its copy is read here"
+    )
 
 
 def _is_disk_full(error: lmdb.Error) -> bool:

@@ -6,6 +6,7 @@ corpus of the same name is one index transaction, and whoever reads the old one 
 """
 
 import json
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache
-from teacher_cache.storage.shards import replacing
+from teacher_cache.storage.files import replacing
 
 CORPORA = "corpora"
 
@@ -90,6 +91,12 @@ class Manifest:
                 f"({record.records}, {len(record.columns)}); build it again"
             )
         self.rows: npt.NDArray[np.int64] = rows
+
+    def rows_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`(n, k)` rows of records by their number; the map's pages are let go again."""
+        rows = np.asarray(self.rows[records])
+        self.rows.base.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]
+        return rows
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.errors import DamagedCache
+from teacher_cache.errors import DamagedCache, MissingRows
+from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, ShardRecord, row_value, shard_key
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.text_key import KEY_BYTES, text_keys
@@ -28,8 +29,8 @@ class TextTable:
 
     def __init__(self, cache: Path, index: Index) -> None:
         self.index = index
-        self.text = ShardedArray(cache / TEXT)
-        self.keys = ShardedArray(cache / KEYS)
+        self.text = Column(index, TEXT, cache / TEXT)
+        self.keys = Column(index, KEYS, cache / KEYS)
         self.shard_rows = self.text.shard_rows
 
     @staticmethod
@@ -45,30 +46,23 @@ class TextTable:
             shard_rows=shard_rows,
             chunk_rows=shard_rows,
             compressed=False,
+            checksum=False,
         )
 
     def read(self, rows: npt.NDArray[np.int64]) -> list[str]:
         """Texts of rows that the caller knows to exist, in the order asked for."""
-        texts: npt.NDArray[np.object_] = np.empty(len(rows), dtype=object)
-        self._read_into(texts, TEXT, self.text, rows)
-        return texts.tolist()
+        return self._read(self.text, rows).tolist()
 
     def read_keys(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         """`(n, 16)` keys of rows that the caller knows to exist."""
-        keys = np.empty((len(rows), KEY_BYTES), dtype=np.uint8)
-        self._read_into(keys, KEYS, self.keys, rows)
-        return keys
+        return self._read(self.keys, rows)
 
-    def _read_into(self, out: npt.NDArray[Any], name: str, array: ShardedArray, rows: npt.NDArray[np.int64]) -> None:
-        for number, places, within in array.by_shard(rows):
-            out[places] = array.read_rows(number, within, self.record(name, number).digest)
-
-    def record(self, name: str, number: int) -> ShardRecord:
-        """What the index promises about a shard that the caller knows to exist."""
-        record = self.index.shard(name, number)
-        if record is None:
-            raise DamagedCache(f"the index has no record of shard {number} of {name}; run `tcache verify`")
-        return record
+    @staticmethod
+    def _read(column: Column, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        try:
+            return column.read(rows)
+        except MissingRows as error:
+            raise DamagedCache(f"{error}, which are in the table; run `tcache verify`") from None
 
 
 class TextAppender:
@@ -120,19 +114,20 @@ class TextAppender:
         present = np.arange(table.shard_rows) < start + count
         changes = [Change("keys", key, row_value(self._keys[key])) for key in new_keys]
         committed = self._first_row + count
-        for name, array, values in ((TEXT, table.text, texts), (KEYS, table.keys, keys)):
+        for column, values in ((table.text, texts), (table.keys, keys)):
             if start:  # the shard has room left: write it anew with what it holds already
-                before = table.record(name, number)
-                if int(before.present.sum()) != start:
+                before = column.record(number)
+                promised = 0 if before is None else int(before.present.sum())
+                if before is None or promised != start:
                     raise DamagedCache(
-                        f"the index has {before.present.sum()} rows of shard {number} of {name}, expected {start}; "
-                        "run `tcache verify`"
+                        f"the index has {promised} rows of shard {number} of {column.name}, expected {start}; run "
+                        "`tcache verify`"
                     )
-                values[:start] = array.read_checked(number, before.present, before.digest)
-            receipt = array.write_shard(number, values, present[: len(values)])
+                values[:start] = column.array.read_checked(number, before.present, before.digest)
+            receipt = column.array.write_shard(number, values, present[: len(values)])
             record = ShardRecord(receipt.digest, 0.0, receipt.size, present)
-            changes.append(Change("shards", shard_key(name, number), record.pack()))
-            array.grow(committed)
+            changes.append(Change("shards", shard_key(column.name, number), record.pack()))
+            column.array.grow(committed)
         changes.append(Change("meta", b"rows", row_value(committed)))
         table.index.commit(changes)
         del self._texts[:count]

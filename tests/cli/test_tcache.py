@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from cli.tcache import main
+from cli.tcache import STORAGE, main
 from teacher_cache.cache import TeacherCache
+from teacher_cache.storage.codec import FORMATS
 from tests.teacher_cache.small_caches import built
 from tests.teacher_cache.toy_variants import BadVectors
 
@@ -244,3 +245,20 @@ def test_a_traceback_is_shown_when_asked_for(tmp_path: Path) -> None:
     result = run("info", tmp_path, "--traceback")
     assert result.exception is not None
     assert type(result.exception).__name__ == "CacheNotFound"
+
+
+def test_storage_is_one_of_the_number_formats() -> None:
+    assert tuple(FORMATS) == STORAGE
+
+
+def test_a_space_is_converted_and_told_what_it_cost(corpus: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    run("build", corpus, "--teacher", "toy", "--cache", path, "--storage", "float32")
+    result = run("convert", path, "--storage", "compact")
+    assert "4 vectors of toy@" in result.stdout
+    assert "float32 -> compact" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("next: tcache gc")
+    record = json.loads(run("convert", path, "--storage", "compact", "--json").stdout)
+    assert (record["storage_before"], record["storage"], record["rows"]) == ("compact", "compact", 0)
+    assert json.loads(run("info", path, "--json").stdout)["spaces"][record["space"]]["storage"] == "compact"
+    assert "no embedding space 'other'" in refused(run("convert", path, "--storage", "raw", "--space", "other"))

@@ -11,13 +11,15 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from distill.data.dataset import CachedDataset, Collator, Records
+from distill.data.dataset import CachedDataset, Collator, ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, RunFolderError
 from teacher_cache.build import build, ingest
 from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus import Corpus
 from teacher_cache.errors import DamagedCache, MissingRows
+from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.stream import Batch
 from teacher_cache.teachers import load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions
 from tests.conftest import varied_texts
@@ -33,7 +35,7 @@ def teacher_vectors(texts: Sequence[str]) -> np.ndarray:
     return load_teacher(resolve(TOY)).encode(texts)
 
 
-def assert_vectors_are_of_the_texts(records: Records) -> None:
+def assert_vectors_are_of_the_texts(records: Batch) -> None:
     # float16 keeps 11 bits; two different texts of the toy teacher are far apart.
     assert np.abs(records.vectors - teacher_vectors(records.texts[: len(records.rows)])).max() < 1e-3
 
@@ -102,10 +104,12 @@ def test_loader_processes_give_what_the_main_process_gives(toy_cache: Path, tiny
         data = dataset(cache, "sentences", left_out=np.array([3, 100]))
         data[0]  # open handles must not cross into the processes
         collate = Collator(AutoTokenizer.from_pretrained(tiny_student), 16, repeat=2)
-        sampler = StreamingSampler(len(data), 64, window=128)
-        expected = [collate(data.__getitems__(numbers)) for numbers in sampler]
+        order = WindowedShuffle(len(data), 64, window=128)
+        shuffled = ShuffledDataset(data, order)
+        sampler = StreamingSampler(order)
+        expected = [collate(shuffled.__getitems__(positions)) for positions in sampler]
         loader = DataLoader(
-            data,
+            shuffled,
             batch_sampler=sampler,
             collate_fn=collate,
             num_workers=2,
@@ -116,6 +120,31 @@ def test_loader_processes_give_what_the_main_process_gives(toy_cache: Path, tiny
     for batch, wanted in zip(loaded, expected, strict=True):
         assert batch.keys() == wanted.keys()
         assert all(torch.equal(batch[name], wanted[name]) for name in batch)
+
+
+def split(batch: Batch) -> tuple[list[str], list[str]]:
+    """First and second texts of pairs."""
+    return batch.texts[: len(batch.rows)], batch.texts[len(batch.rows) :]
+
+
+def test_a_shuffled_epoch_holds_every_record_that_is_not_left_out_once(toy_cache: Path) -> None:
+    with TeacherCache.open(toy_cache) as cache:
+        data = dataset(cache, "pairs", pairs=True, left_out=cache.corpus("pairs").rows[7, :1])
+        order = WindowedShuffle(len(data), 8, window=32)
+        shuffled = ShuffledDataset(data, order)
+        for epoch in range(2):
+            first = epoch * len(order)
+            batches = [
+                shuffled.__getitems__(range(first + start, first + min(start + 8, len(order))))
+                for start in range(0, len(order), 8)
+            ]
+            pairs = [pair for batch in batches for pair in zip(*split(batch), strict=True)]
+            expected = data.__getitems__(range(len(data)))
+            assert sorted(pairs) == sorted(zip(*split(expected), strict=True))
+            assert sorted(np.concatenate([batch.rows for batch in batches])) == sorted(expected.rows)
+            for batch in batches:
+                assert_vectors_are_of_the_texts(batch)
+        shuffled.close()
 
 
 def test_a_pickle_is_small_and_holds_no_handle(toy_cache: Path) -> None:
@@ -188,7 +217,7 @@ def test_texts_that_do_not_match_their_keys_are_noticed_when_opened(
 
 def test_a_batch_holds_each_text_once_a_view_and_the_prompt_before_it(tiny_student: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_student)
-    records = Records(["cat sat", "dogs ran through town"], np.array([4, 9]), np.ones((2, 3), dtype=np.float32))
+    records = Batch(["cat sat", "dogs ran through town"], np.array([4, 9]), np.ones((2, 3), dtype=np.float32))
     batch = Collator(tokenizer, 5, prompt="the ", repeat=2)(records)
     ids = tokenizer(["the cat sat", "the dogs ran through town"]).input_ids
     end, pad = tokenizer.sep_token_id, tokenizer.pad_token_id

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from distill.config import RunConfig
+from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, NonFiniteLoss
 from distill.sharpness import SharpnessAware
 from distill.trainer import DistillTrainer, settled_precision, training_arguments
+from teacher_cache.shuffle import WindowedShuffle
 from tests.distill.tiny_runs import Parts, Stopped, metrics, parts, stop_at, tiny_config
 from tests.reference_loop import train as reference
 
@@ -24,13 +26,13 @@ def oracle(made: Parts) -> list[dict[str, float]]:
     training = made.config.training
     torch.manual_seed(training.seed)
     size = training.per_device_train_batch_size
-    sampler = StreamingSampler(len(made.dataset), size, window=made.config.data.window, seed=training.seed)
+    order = WindowedShuffle(len(made.dataset), size, window=made.config.data.window, seed=training.seed)
     return reference(
         made.student,
         made.objective,
-        made.dataset.__getitems__,
+        ShuffledDataset(made.dataset, order).__getitems__,
         made.collator,
-        sampler,
+        StreamingSampler(order),
         steps=training.max_steps,
         accumulate=training.gradient_accumulation_steps,
         warmup=int(training.warmup_ratio * training.max_steps),

@@ -273,7 +273,7 @@ def test_a_closed_writer_does_not_write_without_its_lock(tmp_path: Path, cache: 
     view = writer.space()
     writer.close()
     with pytest.raises(CacheError, match="not open for writing"):
-        view.add_cost(1, 1.0)
+        view.write(0, np.array([0]), said(TEXTS[:1]))
     assert view.present_count() == 20
 
 
@@ -288,13 +288,13 @@ def test_two_views_of_a_writer_add_to_each_others_shards(cache: TeacherCache) ->
         assert ShardedArray(first.vectors.folder).rows == 30
 
 
-def test_costs_add_up(cache: TeacherCache) -> None:
+def test_costs_add_up_over_views(cache: TeacherCache) -> None:
     words = sum(len(text.split()) for text in TEXTS)
     assert cache.space().record.tokens == words
     with TeacherCache.open(cache.path, "a") as writer:
         view = writer.space()
-        view.add_cost(5, 1.5)
-        view.add_cost(5, 1.5)
+        view.write(0, np.array([0]), said(TEXTS[:1]), tokens=5, seconds=1.5)
+        writer.space().write(0, np.array([0]), said(TEXTS[:1]), tokens=5, seconds=1.5)
     again = cache.space().record
     assert again.tokens == words + 10
     assert again.seconds >= 3.0
@@ -317,7 +317,7 @@ def test_a_pickled_writer_comes_back_as_a_reader(cache: TeacherCache) -> None:
         copy = pickle.loads(pickle.dumps(writer))
         assert copy.rows == 20
         with pytest.raises(CacheError, match="not open for writing"):
-            copy.space().add_cost(1, 1.0)
+            copy.space().write(0, np.array([0]), said(TEXTS[:1]))
 
 
 def test_a_forked_process_reads_what_its_parent_has_open(cache: TeacherCache) -> None:

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import lmdb
@@ -23,6 +23,7 @@ from teacher_cache.storage.index import (
     row_value,
     shard_key,
 )
+from tests.teacher_cache.small_caches import passing_folder
 
 
 @pytest.fixture
@@ -63,9 +64,6 @@ def test_a_known_key_has_its_row_and_an_unknown_one_minus_one(writer: Index) -> 
 
 
 def test_shard_records_come_by_number_and_by_array_name(writer: Index) -> None:
-    def record(size: int) -> bytes:
-        return ShardRecord(bytes(16), 0.0, size, np.ones(8, dtype=bool)).pack()
-
     names = [("a", 300), ("a", 2), ("ab", 0), ("a/b", 1)]
     writer.commit([Change("shards", shard_key(name, number), record(number)) for name, number in names])
     assert {number: found.size for number, found in writer.shards("a").items()} == {2: 2, 300: 300}
@@ -74,11 +72,72 @@ def test_shard_records_come_by_number_and_by_array_name(writer: Index) -> None:
     assert writer.shard("ab", 1) is None
 
 
+def record(size: int) -> bytes:
+    return ShardRecord(bytes(16), 0.0, size, np.ones(8, dtype=bool)).pack()
+
+
+def shards_of(array: str, numbers: Iterable[int]) -> list[Change]:
+    return [Change("shards", shard_key(array, number), record(number)) for number in numbers]
+
+
+@pytest.mark.parametrize("count", [0, 255, 256, 257, 600])
+def test_walking_over_shards_takes_all_of_one_array(writer: Index, count: int) -> None:
+    numbers = [3 * number for number in range(count)]
+    for array in ("a", "b", "c"):
+        writer.commit(shards_of(array, numbers))
+    assert [(number, found.size) for number, found in writer.iter_shards("b")] == [(n, n) for n in numbers]
+
+
+def test_walking_over_shards_holds_up_no_writer_and_may_see_what_it_wrote(writer: Index) -> None:
+    writer.commit(shards_of("a", range(300)))
+    reader = Index(writer.folder, writable=False)
+    walk = reader.iter_shards("a")
+    assert next(walk)[0] == 0
+    writer.commit([*shards_of("a", [300]), Change("shards", shard_key("a", 299), None)])
+    assert [number for number, _ in walk] == [*range(1, 299), 300]
+    with reader.snapshot():
+        writer.commit(shards_of("a", [301]))
+        assert [number for number, _ in reader.iter_shards("a")][-1] == 300
+
+
 def test_quarantined_rows_have_their_reason_and_can_be_freed(writer: Index) -> None:
     writer.commit([Change("quarantine", quarantine_key("s", row), b"NaN") for row in (70_000, 3)])
     assert writer.quarantined("s") == {3: "NaN", 70_000: "NaN"}
+    assert writer.quarantined("s", range(4, 70_001)) == {70_000: "NaN"}
+    assert writer.quarantined("s", range(3, 70_000)) == {3: "NaN"}
     writer.commit([Change("quarantine", quarantine_key("s", 3), None)])
     assert writer.quarantined("s") == {70_000: "NaN"}
+
+
+# Keys of which many begin with the same bytes, in no order.
+some_keys = st.builds(lambda head, tail: bytes([head]) * 12 + bytes([tail]) * 4, st.integers(0, 3), st.integers(0, 9))
+
+
+@given(st.lists(st.lists(some_keys, max_size=12), max_size=4), st.lists(some_keys, max_size=10))
+def test_keys_get_rows_in_the_order_given_and_the_table_ends_with_the_last(
+    batches: list[list[bytes]], asked: list[bytes]
+) -> None:
+    expected: dict[bytes, int] = {}
+    rows = 0
+    with passing_folder() as folder:
+        index = Index(Path(folder) / "index.lmdb", writable=True)
+        index.commit([])
+        for batch in batches:
+            index.commit([], keys=batch, first_row=rows)
+            expected |= {key: rows + place for place, key in enumerate(batch)}
+            rows += len(batch)
+            assert index.rows() == rows
+        found = index.find(asked)
+        assert found.dtype == np.int64
+        assert found.tolist() == [expected.get(key, -1) for key in asked]
+        assert index.key_count() == len(expected)
+        index.close()
+
+
+def test_keys_and_changes_are_one_transaction(writer: Index) -> None:
+    with pytest.raises(CacheError, match="refused a commit"):
+        writer.commit([Change("spaces", b"", b"an empty key is not allowed")], keys=[key(1)], first_row=0)
+    assert (writer.rows(), writer.key_count()) == (0, 0)
 
 
 def test_the_map_grows_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,3 +301,100 @@ def test_a_missing_index_is_no_cache_and_garbage_is_damage(tmp_path: Path) -> No
     (tmp_path / "garbage" / "data.mdb").write_bytes(b"garbage" * 1000)
     with pytest.raises(DamagedCache, match="cannot be opened"):
         Index(tmp_path / "garbage", writable=False).rows()
+
+
+def random_keys(count: int) -> list[bytes]:
+    made: list[bytes] = (
+        np.random.default_rng(1).integers(0, 256, (count, 16), dtype=np.uint8).view("V16")[:, 0].tolist()
+    )
+    return made
+
+
+def sealed_copy(source: Index, folder: Path, cache: str = "this cache") -> Index:
+    folder.mkdir(exist_ok=True)
+    source.copy_sealed(folder / "data.mdb", cache, "2001-02-03T04:05:06+00:00")
+    return Index(folder, writable=False, sealed_copy_of="this cache")
+
+
+@pytest.mark.parametrize("at_a_time", [1000, 3000, 2**18])
+def test_a_sealed_copy_answers_as_its_source_does(
+    tmp_path: Path, writer: Index, monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    monkeypatch.setattr(index_module, "SEALED_AT_A_TIME", at_a_time)
+    made = random_keys(3000)
+    writer.commit(
+        [
+            *shards_of("a", range(300)),
+            Change("spaces", b"s", b"{}"),
+            Change("quarantine", quarantine_key("s", 7), b"NaN"),
+        ],
+        keys=made,
+    )
+    copy = sealed_copy(writer, tmp_path / "index.sealed")
+    asked = [*made, key(1)]
+    assert copy.find(asked).tolist() == writer.find(asked).tolist() == [*range(3000), -1]
+    assert (copy.rows(), copy.key_count()) == (3000, 3000)
+    assert [number for number, _ in copy.iter_shards("a")] == list(range(300))
+    assert copy.records("spaces") == {"s": b"{}"}
+    assert copy.quarantined("s") == {7: "NaN"}
+    assert copy.records("corpora") == {}
+
+
+def test_a_sealed_copy_has_full_pages_and_no_lock(tmp_path: Path, writer: Index) -> None:
+    made = random_keys(100_000)
+    for start in range(0, len(made), 10_000):
+        writer.commit([], keys=made[start : start + 10_000], first_row=start)
+    copy = sealed_copy(writer, tmp_path / "index.sealed")
+    assert copy.find(made[-2:]).tolist() == [99_998, 99_999]
+    assert [file.name for file in (tmp_path / "index.sealed").iterdir()] == ["data.mdb"]
+    # 16 of key, 8 of row, 8 of node, 2 of its place: 34 bytes, and the page's head and the branches.
+    assert (tmp_path / "index.sealed" / "data.mdb").stat().st_size < 36 * 100_000
+    assert (tmp_path / "index.lmdb" / "data.mdb").stat().st_size > 50 * 100_000
+
+
+def test_a_sealed_copy_does_not_know_what_came_later_and_says_how_old_it_is(tmp_path: Path, writer: Index) -> None:
+    writer.commit([], keys=[key(0)])
+    copy = sealed_copy(writer, tmp_path / "index.sealed")
+    writer.commit([], keys=[key(1)], first_row=1)
+    assert copy.find([key(0), key(1)]).tolist() == [0, -1]
+    assert "sealed at 2001-02-03T04:05:06+00:00: `tcache seal` makes a newer copy" in copy.as_of
+    assert writer.as_of == ""
+
+
+def test_a_sealed_copy_of_another_cache_is_refused_each_time(tmp_path: Path, writer: Index) -> None:
+    copy = sealed_copy(writer, tmp_path / "index.sealed", cache="that cache")
+    for _ in range(2):
+        with pytest.raises(CacheError, match=r"that of another cache \(id that cache, expected this cache\)"):
+            copy.rows()
+
+
+def test_a_sealed_copy_is_not_written_to_nor_sealed_again(tmp_path: Path, writer: Index) -> None:
+    copy = sealed_copy(writer, tmp_path / "index.sealed")
+    with pytest.raises(CacheError, match="not open for writing"):
+        copy.commit([])
+    with pytest.raises(CacheError, match="no source of another"):
+        copy.copy_sealed(tmp_path / "again.mdb", "this cache", "now")
+    assert not (tmp_path / "again.mdb").exists()
+
+
+def test_a_full_disk_while_sealing_is_told_as_such(
+    tmp_path: Path, writer: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise lmdb.DiskError("mdb_txn_commit", 28)
+
+    monkeypatch.setattr(index_module, "_append_all", fail)
+    with pytest.raises(DiskFull, match="no space left on the disk of"):
+        sealed_copy(writer, tmp_path / "index.sealed")
+
+
+def test_a_pickled_sealed_copy_stays_one(tmp_path: Path, writer: Index) -> None:
+    writer.commit([], keys=[key(0)])
+    copy = pickle.loads(pickle.dumps(sealed_copy(writer, tmp_path / "index.sealed")))
+    assert copy.find([key(0)]).tolist() == [0]
+    assert copy.as_of
+
+
+def test_without_a_sealed_copy_the_message_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(CacheNotFound, match=r"no sealed copy of the index at .*`tcache seal` makes one"):
+        Index(tmp_path / "index.sealed", writable=False, sealed_copy_of="x").rows()

@@ -17,18 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teacher_cache.errors import DamagedCache, DiskFull, FormatVersionError
-from teacher_cache.storage.shards import ShardedArray, ShardReceipt, replacing
+from teacher_cache.storage.files import replacing
+from teacher_cache.storage.shards import ShardedArray, ShardReceipt
 from tests.teacher_cache.small_caches import passing_folder
 
 WIDTH = 5
 SHARD = 16
 CHUNK = 4
-TAG = b"tag"
 
 
 def numbers(folder: Path, *, compressed: bool = True, dtype: str = "<f2") -> ShardedArray:
     return ShardedArray.create(
-        folder, width=WIDTH, dtype=dtype, shard_rows=SHARD, chunk_rows=CHUNK, compressed=compressed
+        folder, width=WIDTH, dtype=dtype, shard_rows=SHARD, chunk_rows=CHUNK, compressed=compressed, checksum=False
     )
 
 
@@ -82,7 +82,7 @@ def test_we_read_what_zarr_wrote(tmp_path: Path, compressed: bool) -> None:
     array.grow(len(rows))
     zarr.open_array(tmp_path / "a", mode="r+")[:] = rows
     for shard, count in ((0, SHARD), (1, SHARD), (2, 3)):
-        read = array.read_rows(shard, np.arange(count)[::-1], TAG)
+        read = array.read(shard * SHARD + np.arange(count)[::-1])
         np.testing.assert_array_equal(read, rows[shard * SHARD :][:count][::-1])
 
 
@@ -90,7 +90,7 @@ def test_we_read_strings_that_zarr_wrote(tmp_path: Path) -> None:
     array = strings(tmp_path / "text")
     array.grow(3)
     zarr.open_array(tmp_path / "text", mode="r+")[:] = np.array(["a", "bé", ""], dtype=object)
-    assert array.read_rows(0, np.array([1, 0, 2]), TAG).tolist() == ["bé", "a", ""]
+    assert array.read(np.array([1, 0, 2])).tolist() == ["bé", "a", ""]
 
 
 @settings(deadline=None, max_examples=40)
@@ -104,8 +104,8 @@ def test_any_present_rows_come_back_in_any_order(data: st.DataObject, compressed
         array = numbers(Path(folder) / "a", compressed=compressed)
         receipt = array.write_shard(0, rows, mask)
         assert receipt.size == array.shard_path(0).stat().st_size
-        np.testing.assert_array_equal(array.read_rows(0, asked, TAG), rows[asked])
-        np.testing.assert_array_equal(array.read_shard(0, mask, TAG), rows[mask])
+        np.testing.assert_array_equal(array.read(asked), rows[asked])
+        np.testing.assert_array_equal(array.read_shard(0, mask), rows[mask])
         assert array.codec.digest(rows[mask]) == receipt.digest
 
 
@@ -159,7 +159,7 @@ def test_damage_to_a_shard_is_an_error_that_names_the_file(
     array.write_shard(0, rows, full())
     damage(array.shard_path(0))
     with pytest.raises(DamagedCache, match=str(array.shard_path(0))):
-        array.read_rows(0, np.arange(SHARD), TAG)
+        array.read(np.arange(SHARD))
 
 
 def every_flipped_byte_is_found(array: ShardedArray, receipt: ShardReceipt) -> bool:
@@ -169,7 +169,7 @@ def every_flipped_byte_is_found(array: ShardedArray, receipt: ShardReceipt) -> b
     for place in range(receipt.size):
         flip(path, place)
         try:
-            ShardedArray(array.folder).read_rows(0, np.arange(SHARD), TAG)
+            ShardedArray(array.folder).read(np.arange(SHARD))
         except DamagedCache:
             path.write_bytes(whole)
         else:
@@ -191,7 +191,7 @@ def test_a_flipped_byte_of_an_uncompressed_shard_shows_in_the_digest(tmp_path: P
     array = numbers(tmp_path / "a", compressed=False)
     receipt = array.write_shard(0, values(SHARD), full())
     flip(array.shard_path(0), 8)
-    assert array.codec.digest(array.read_shard(0, full(), TAG)) != receipt.digest
+    assert array.codec.digest(array.read_shard(0, full())) != receipt.digest
 
 
 def test_a_row_that_the_shard_does_not_hold_is_damage(tmp_path: Path) -> None:
@@ -199,30 +199,37 @@ def test_a_row_that_the_shard_does_not_hold_is_damage(tmp_path: Path) -> None:
         array = numbers(tmp_path / f"{compressed}", compressed=compressed)
         array.write_shard(0, values(SHARD), np.arange(SHARD) < 4)
         with pytest.raises(DamagedCache):
-            array.read_rows(0, np.array([9]), TAG)
+            array.read(np.array([9]))
 
 
 def test_a_shard_of_another_width_is_damage_and_not_other_numbers(tmp_path: Path) -> None:
     array = numbers(tmp_path / "a", compressed=False)
     array.write_shard(0, values(SHARD), full())
     wide = ShardedArray.create(
-        tmp_path / "b", width=2 * WIDTH, dtype="<f2", shard_rows=SHARD, chunk_rows=CHUNK, compressed=False
+        tmp_path / "b",
+        width=2 * WIDTH,
+        dtype="<f2",
+        shard_rows=SHARD,
+        chunk_rows=CHUNK,
+        compressed=False,
+        checksum=False,
     )
     wide.write_shard(0, np.ones((SHARD, 2 * WIDTH), dtype=np.float16), full())
     wide.shard_path(0).replace(array.shard_path(0))
     with pytest.raises(DamagedCache, match="8 rows instead of 4"):
-        array.read_rows(0, np.arange(SHARD), TAG)
+        array.read(np.arange(SHARD))
 
 
-def test_a_replaced_shard_is_read_anew_under_another_tag_only(tmp_path: Path) -> None:
+def test_a_replaced_shard_is_read_anew_once_it_is_forgotten(tmp_path: Path) -> None:
     array = numbers(tmp_path / "a")
     first, second = values(SHARD, 1), values(SHARD, 2)
     array.write_shard(0, first, full())
-    np.testing.assert_array_equal(array.read_shard(0, full(), b"1"), first)
+    np.testing.assert_array_equal(array.read_shard(0, full()), first)
     numbers_again = ShardedArray(tmp_path / "a")
     numbers_again.write_shard(0, second, full())
-    np.testing.assert_array_equal(array.read_shard(0, full(), b"1"), first)
-    np.testing.assert_array_equal(array.read_shard(0, full(), b"2"), second)
+    np.testing.assert_array_equal(array.read_shard(0, full()), first)
+    array.forget(0)
+    np.testing.assert_array_equal(array.read_shard(0, full()), second)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -319,9 +326,9 @@ def test_a_pickled_array_reads_in_a_spawned_process(tmp_path: Path) -> None:
     array = numbers(tmp_path / "a")
     rows = values(SHARD)
     array.write_shard(0, rows, full())
-    array.read_shard(0, full(), TAG)  # so that it holds a mapping, which cannot travel
+    array.read_shard(0, full())  # so that it holds a mapping, which cannot travel
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        read = pool.apply(array.read_rows, (0, np.array([3, 1]), TAG))
+        read = pool.apply(array.read, (np.array([3, 1]),))
     np.testing.assert_array_equal(read, rows[[3, 1]])
     assert len(pickle.dumps(array)) < 1000
 

@@ -163,7 +163,7 @@ def test_a_key_that_is_not_the_hash_of_its_text_is_found_by_a_deep_check(path: P
         table = cache.texts_table
         texts = np.array(TEXTS[:8], dtype=object)
         texts[2] = "another text"
-        receipt = table.text.write_shard(0, texts, np.ones(8, dtype=bool))
+        receipt = table.text.array.write_shard(0, texts, np.ones(8, dtype=bool))
         record = ShardRecord(receipt.digest, 0.0, receipt.size, np.ones(8, dtype=bool))
         cache.index.commit([Change("shards", shard_key(TEXT, 0), record.pack())])
     assert verify(path).ok

@@ -1,0 +1,121 @@
+"""Another number format for a space, made from what is stored: no teacher is asked."""
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from teacher_cache.cache import TeacherCache
+from teacher_cache.errors import CacheError
+from teacher_cache.storage.codec import NumberFormat, check_rows, number_format
+from teacher_cache.storage.files import replacing
+from teacher_cache.storage.index import Change, ShardRecord, shard_key
+from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.view import SPACES, SpaceView, create_vectors
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was converted.
+
+    Attributes:
+        rows: vectors in the new format; 0 when the space had it already.
+        worst_error: bound on the largest 1 - cos between a stored vector and what the teacher said, both
+            conversions together.
+        bytes_before, bytes: of the shards. The old ones stay for whoever reads them until `tcache gc`.
+    """
+
+    space: str
+    storage_before: str
+    storage: str
+    rows: int
+    worst_error: float
+    bytes_before: int
+    bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def convert(
+    path: str | Path,
+    storage: str,
+    space: str | None = None,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Conversion:
+    """Store a space in another number format.
+
+    Readers see the old vectors until all are converted, then the new ones, in one transaction; a kill before it
+    changes nothing.
+
+    Args:
+        report: called with vectors done and in all, after each shard.
+
+    Raises:
+        DamagedCache: a shard is not what was written; the space stays as it is.
+        CacheError: a vector that the new format cannot hold; the same.
+    """
+    form = number_format(storage)
+    with TeacherCache.open(path, "a") as cache:
+        view = cache.space(space)
+        before = view.record
+        if before.storage == storage:
+            size = sum(record.size for _, record in cache.index.iter_shards(view.array_name))
+            return Conversion(view.slug, storage, storage, 0, _worst(view), size, size)
+        after = replace(before, storage=storage, array=f"vectors-{storage}.zarr")
+        folder = cache.path / SPACES / view.slug
+        shutil.rmtree(folder / after.array, ignore_errors=True)  # left by a conversion that was interrupted
+        array = create_vectors(folder / after.array, form, view.dims, cache.shard_rows)
+        changes = [Change("spaces", view.slug.encode(), after.to_json())]
+        size_before = size = done = 0
+        worst = 0.0
+        total = view.present_count()
+        for number, record in cache.index.iter_shards(view.array_name):
+            new = _convert_shard(view, record, number, array, form)
+            changes += [
+                Change("shards", shard_key(view.array_name, number), None),
+                Change("shards", shard_key(after.array_name, number), new.pack()),
+            ]
+            size_before, size, worst = size_before + record.size, size + new.size, max(worst, new.worst_error)
+            done += int(record.present.sum())
+            report(done, total)
+        cache.index.commit(changes)
+        with replacing(folder / "space.json") as file:
+            file.write(after.to_json())
+        return Conversion(view.slug, before.storage, storage, done, worst, size_before, size)
+
+
+def _convert_shard(
+    view: SpaceView, record: ShardRecord, number: int, array: ShardedArray, form: NumberFormat
+) -> ShardRecord:
+    stored = view.vectors.read_checked(number, record.present, record.digest)
+    vectors = np.empty((len(stored), view.dims), dtype=np.float32)
+    view.form.restore(stored, vectors)
+    checked = check_rows(vectors, form)
+    within = np.flatnonzero(record.present)
+    if checked.refused:
+        place, reason = next(iter(checked.refused.items()))
+        raise CacheError(
+            f"row {number * array.shard_rows + within[place]} of space {view.slug} cannot be stored as {form.name}: "
+            f"{reason}; the space stays {view.form.name}"
+        )
+    body = array.empty(array.shard_rows)
+    body[within] = checked.stored
+    receipt = array.write_shard(number, body, record.present)
+    array.grow(number * array.shard_rows + int(within[-1]) + 1)
+    return ShardRecord(
+        receipt.digest, _added(record.worst_error, float(checked.cosine_error.max())), receipt.size, record.present
+    )
+
+
+def _added(first: float, second: float) -> float:
+    """Bound on 1 - cos after two changes: chords, which are sqrt(2 (1 - cos)), add up at most."""
+    return (math.sqrt(first) + math.sqrt(second)) ** 2
+
+
+def _worst(view: SpaceView) -> float:
+    return max((record.worst_error for _, record in view.index.iter_shards(view.array_name)), default=0.0)

@@ -1,0 +1,50 @@
+"""A sealed copy of the index: how other machines read a cache.
+
+LMDB must not be opened over a network, and its readers write to its lock file. The copy never changes once it
+is there, so it needs no lock and may lie on any file system, mounted read-only.
+"""
+
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from teacher_cache.cache import SEALED, TeacherCache
+from teacher_cache.storage.files import replacing
+from teacher_cache.storage.index import DATA
+
+
+@dataclass(frozen=True)
+class SealedIndex:
+    """What was sealed.
+
+    Attributes:
+        rows: texts that the copy knows.
+        bytes: size of its file.
+        sealed: when, ISO 8601 in UTC.
+    """
+
+    path: str
+    rows: int
+    bytes: int
+    sealed: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def seal(path: str | Path) -> SealedIndex:
+    """Put a copy of the index as it is now in place of an older one; may run beside a writer.
+
+    Raises:
+        CacheNotFound, DamagedCache, FormatVersionError: there is no cache to seal.
+        CacheError: the live index cannot be read here.
+        DiskFull: the older copy is still in place.
+    """
+    with TeacherCache.open(path) as cache:
+        target = cache.path / SEALED / DATA
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        with replacing(target) as file:
+            cache.index.copy_sealed(Path(file.name), cache.id, when)
+    with TeacherCache.open(path, sealed=True) as copy:
+        return SealedIndex(str(target), copy.rows, target.stat().st_size, when)

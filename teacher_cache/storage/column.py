@@ -1,0 +1,87 @@
+"""One array of the table as the index promises it: what is not promised does not exist.
+
+Texts, keys and the vectors of each space are columns; all are read through here.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from teacher_cache.errors import MissingRows
+from teacher_cache.storage.chunks import Rows
+from teacher_cache.storage.index import Index, ShardRecord
+from teacher_cache.storage.shards import ShardedArray
+
+
+class Column:
+    """Reads rows of one array after asking the index for them.
+
+    Args:
+        name: of the array in the index.
+        folder: of the array.
+    """
+
+    def __init__(self, index: Index, name: str, folder: Path) -> None:
+        self.index = index
+        self.name = name
+        self.array = ShardedArray(folder)
+        self.shard_rows = self.array.shard_rows
+        # First row behind those that each shard holds without a gap: nearly always all that need be looked at.
+        self._ends = np.zeros(64, dtype=np.int64)
+        self._gappy: dict[int, ShardRecord] = {}
+
+    def record(self, number: int) -> ShardRecord | None:
+        """What the index promises about one shard now."""
+        return self.index.shard(self.name, number)
+
+    def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """`(n,)`: which rows of the table are there; -1, which `lookup` says of unknown texts, is not."""
+        shard_of = rows // self.shard_rows
+        try:
+            mask = rows < self._ends[shard_of]
+        except IndexError:
+            top = max(int(shard_of.max()), -int(shard_of.min()))
+            self._ends = np.pad(self._ends, (0, max(top + 1, 2 * len(self._ends)) - len(self._ends)))
+            mask = rows < self._ends[shard_of]
+        if mask.all() and rows.min(initial=0) >= 0:
+            return mask
+        mask &= rows >= 0
+        unsure = np.flatnonzero(~mask & (rows >= 0))
+        for number, places, within in self.array.by_shard(rows[unsure]):
+            mask[unsure[places]] = self._presence(number, within)
+        return mask
+
+    def _presence(self, number: int, within: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which places of one shard hold a row, by a record that is fetched again when it may have grown since."""
+        known = self._gappy.get(number)
+        if known is None or not known.present[within].all():
+            newest = self.record(number)
+            if newest is None:
+                return np.zeros(len(within), dtype=bool)
+            if known is None or newest.digest != known.digest:
+                self.array.forget(number)
+            known = newest
+            gaps = np.flatnonzero(~known.present)
+            count = int(gaps[0]) if len(gaps) else self.shard_rows
+            self._ends[number] = number * self.shard_rows + count
+            self._gappy.pop(number, None)
+            if known.present[count:].any():
+                self._gappy[number] = known
+        return known.present[within]
+
+    def read(self, rows: npt.NDArray[np.int64], out: Rows | None = None) -> Rows:
+        """Rows of the table, in the order asked for, as they are stored.
+
+        Args:
+            out: written into instead of a new array; contiguous, of the array's dtype.
+
+        Raises:
+            MissingRows: a row is not there.
+            DamagedCache: a shard is not what the index says it is.
+        """
+        present = self.present(rows)
+        if not present.all():
+            missing = rows[~present]
+            raise MissingRows(f"{self.name} lacks {len(missing)} of {len(rows)} rows asked for, first row {missing[0]}")
+        return self.array.read(rows, out)

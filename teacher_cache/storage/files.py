@@ -1,0 +1,58 @@
+"""Files and folders that are whole and durable, or not there at all."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from teacher_cache.errors import DiskFull
+
+TEMPORARY_SUFFIX = ".writing"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A binary file that becomes `path` when the block ends well and leaves no trace when it does not.
+
+    The data and the folder's entry are durable when the block has ended.
+
+    Raises:
+        DiskFull: no space was left; nothing was replaced.
+    """
+    make_folder(path.parent)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(
+                f"no space left on the disk of {path.parent}; what was committed before is intact: free some "
+                "space and run the same command again"
+            ) from error
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, their names durable."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

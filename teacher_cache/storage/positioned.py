@@ -1,0 +1,56 @@
+"""Positioned reads: at once what the system has in memory, many at a time what has to come from the disk.
+
+A disk, and a network disk all the more, answers many requests in the time of one. A page fault waits for each
+in turn, so cold bytes are read by threads (docs/decisions/0011-reading.md).
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+THREADS = 32
+# Absent outside Linux, where everything counts as cold.
+_NO_WAIT = getattr(os, "RWF_NOWAIT", None)
+
+Read = tuple[int, int, Any]  # file descriptor, offset, writable buffer
+
+
+@lru_cache(maxsize=1)
+def _pool(process: int) -> ThreadPoolExecutor:
+    """The threads of this process: a fork inherits none."""
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="read")
+
+
+def read_all(reads: Sequence[Read]) -> None:
+    """Fill every buffer.
+
+    Raises:
+        EOFError: a file ends before its buffer is full.
+    """
+    for place, read in enumerate(reads):
+        if not in_memory(*read):
+            for _ in _pool(os.getpid()).map(_read, reads[place:]):
+                pass
+            return
+
+
+def in_memory(file: int, offset: int, buffer: Any) -> bool:
+    """Fill the buffer if all of it can be had without waiting for a disk."""
+    if _NO_WAIT is None:
+        return False
+    try:
+        return os.preadv(file, [buffer], offset, _NO_WAIT) == memoryview(buffer).nbytes
+    except OSError:  # not in memory, or a file system that cannot tell
+        return False
+
+
+def _read(read: Read) -> None:
+    file, offset, buffer = read
+    left = memoryview(buffer).cast("B")
+    while left.nbytes:
+        count = os.preadv(file, [left], offset)
+        if count == 0:
+            raise EOFError
+        left, offset = left[count:], offset + count

@@ -1,0 +1,164 @@
+"""Records of a corpus as batches in the order of a windowed shuffle, in flat memory.
+
+A window is read while the one before it is used: its rows in ascending order, so that every chunk is read and
+decoded once, into one of two buffers that are used again and again. No corpus file is opened; texts and vectors
+come from the cache.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from teacher_cache.cache import TeacherCache
+from teacher_cache.shuffle import Numbers, WindowedShuffle
+from teacher_cache.storage.codec import Stored
+from teacher_cache.view import SpaceView
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B records.
+
+    Attributes:
+        texts: B texts; for pairs 2B, the second texts behind the first ones; none if they were not asked for.
+        rows: `(B,)` row of each record's first text.
+        vectors: `(B, d)`, the teacher's vector of the first text.
+    """
+
+    texts: list[str]
+    rows: Numbers
+    vectors: npt.NDArray[np.floating]
+
+
+@dataclass
+class _Window:
+    """What one window holds: records in ascending order, and where each position of the window finds its own."""
+
+    epoch: int
+    number: int
+    start: int
+    places: Numbers
+    rows: Numbers
+    stored: Stored
+    texts: list[list[str]]
+    buffer: int
+
+
+class WindowedReader:
+    """Reads batches of a shuffled corpus, a window ahead.
+
+    Batches asked for in order cost one pass over the data; any other order is right too, and slower. Not to be
+    shared by threads or across a fork.
+
+    Args:
+        order: of the records.
+        rows_of: `(n, k)` rows of n records by their number, such as `Manifest.rows_of`.
+        texts: how many texts of each record to read; 0 for vectors alone.
+        grouped: batches of texts of similar length: records of a window are sorted by length within groups of
+            `grouped` batches, and the batches of the window shuffled. 0 leaves the shuffle as it is.
+        dtype: of the vectors.
+
+    Raises:
+        MissingRows: on reading, a row has no vector in the space.
+    """
+
+    def __init__(
+        self,
+        cache: TeacherCache,
+        space: SpaceView,
+        order: WindowedShuffle,
+        rows_of: Callable[[Numbers], Numbers],
+        *,
+        texts: int = 1,
+        grouped: int = 0,
+        dtype: npt.DTypeLike = np.float32,
+    ) -> None:
+        self.cache = cache
+        self.space = space
+        self.order = order
+        self.rows_of = rows_of
+        self.texts = texts
+        self.grouped = grouped
+        self.dtype = dtype
+        self._buffers: dict[int, Stored] = {}
+        self._current: _Window | None = None
+        self._next: tuple[tuple[int, int], Future[_Window]] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def epoch(self, epoch: int = 0, *, start: int = 0, drop_last: bool = False) -> Iterator[Batch]:
+        """Batches of one epoch of this rank, from batch number `start` on."""
+        size, records = self.order.batch, len(self.order)
+        for position in range(start * size, records - (size - 1 if drop_last else 0), size):
+            yield self.read(epoch, np.arange(position, min(position + size, records)))
+
+    def read(self, epoch: int, positions: Numbers) -> Batch:
+        """The records at these positions of an epoch, all of one window; new arrays, the caller's to keep."""
+        window = self._window(epoch, self.order.window_of(int(positions[0])))
+        places = window.places[positions - window.start]
+        vectors = np.empty((len(places), self.space.dims), dtype=self.dtype)
+        if vectors.dtype == window.stored.dtype and vectors.shape[1] == window.stored.shape[1]:
+            np.take(window.stored, places, axis=0, out=vectors, mode="clip")
+        else:
+            self.space.form.restore(window.stored[places], vectors)
+        wanted = places.tolist()
+        return Batch([column[place] for column in window.texts for place in wanted], window.rows[places], vectors)
+
+    def close(self) -> None:
+        """Wait for what is being read and let go of the buffers."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._thread = self._next = self._current = None
+        self._buffers.clear()
+
+    def _window(self, epoch: int, number: int) -> _Window:
+        current = self._current
+        if current is not None and (current.epoch, current.number) == (epoch, number):
+            return current
+        pending, self._next = self._next, None
+        if pending is not None and pending[0] == (epoch, number):
+            window = pending[1].result()
+        else:
+            if pending is not None:
+                pending[1].result()  # its buffer is written to until then
+            window = self._load(epoch, number, 0)
+        self._current = window
+        following = (epoch, number + 1) if number + 1 < self.order.windows else (epoch + 1, 0)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="window")
+        self._next = following, self._thread.submit(self._load, *following, 1 - window.buffer)
+        return window
+
+    def _load(self, epoch: int, number: int, buffer: int) -> _Window:
+        order = self.order
+        start, _ = order.bounds(number)
+        records = order.records_of(epoch, number)
+        rows = self.rows_of(records)
+        first = np.ascontiguousarray(rows[:, 0])
+        stored = self.space.gather_stored(first, self._buffer(buffer, len(first)))
+        texts = [self.cache.texts(np.ascontiguousarray(rows[:, column])) for column in range(self.texts)]
+        places = order.permutation(epoch, number)
+        if self.grouped and texts:
+            lengths = np.fromiter(map(len, texts[0]), dtype=np.int64, count=len(first))
+            places = self._by_length(places, lengths, np.random.default_rng((order.seed, epoch, order.rank, number, 1)))
+        return _Window(epoch, number, start, places, first, stored, texts, buffer)
+
+    def _buffer(self, which: int, rows: int) -> Stored:
+        if which not in self._buffers:
+            # The last window of an epoch may hold a smaller batch more.
+            largest = min(len(self.order), self.order.window + self.order.batch)
+            self._buffers[which] = self.space.vectors.empty(largest)
+        return self._buffers[which][:rows]
+
+    def _by_length(self, places: Numbers, lengths: Numbers, random: np.random.Generator) -> Numbers:
+        """The permuted places with batches of similar lengths; a smaller last batch stays last."""
+        batch = self.order.batch
+        group = batch * self.grouped
+        for start in range(0, len(places), group):
+            part = places[start : start + group]
+            places[start : start + group] = part[np.argsort(lengths[part], kind="stable")]
+        whole = len(places) // batch * batch
+        batches = places[:whole].reshape(-1, batch)
+        return np.concatenate([batches[random.permutation(len(batches))].ravel(), places[whole:]])

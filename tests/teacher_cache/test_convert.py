@@ -1,0 +1,129 @@
+"""A space in another number format: from what is stored alone, all at once for readers, never from damage."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from teacher_cache import convert as conversion
+from teacher_cache.build import build
+from teacher_cache.cache import TeacherCache
+from teacher_cache.convert import convert
+from teacher_cache.errors import CacheError, DamagedCache
+from teacher_cache.storage.codec import FORMATS, number_format
+from teacher_cache.teachers import TeacherOptions
+from teacher_cache.verify import verify
+from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said
+
+TEXTS = numbered(43)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    built(tmp_path, TEXTS, storage="float32")
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("storage", [name for name in FORMATS if name != "float32"])
+def test_a_converted_space_holds_what_a_build_in_that_format_holds(path: Path, tmp_path: Path, storage: str) -> None:
+    result = convert(path, storage)
+    other = tmp_path / "other"
+    built(other, TEXTS, storage=storage)
+    with TeacherCache.open(path) as cache, TeacherCache.open(other / "cache") as fresh:
+        rows = np.arange(len(TEXTS))
+        np.testing.assert_array_equal(cache.space().gather_stored(rows), fresh.space().gather_stored(rows))
+        assert cache.space().record.storage == storage
+    assert (result.rows, result.storage_before, result.storage) == (43, "float32", storage)
+    assert 0 < result.worst_error <= number_format(storage).max_cosine_error
+    assert verify(path, deep=True).ok
+
+
+def test_a_conversion_asks_no_teacher_and_the_next_build_goes_on_in_its_format(path: Path, tmp_path: Path) -> None:
+    convert(path, "compact")
+    result = build(corpus_of(tmp_path, numbered(50)), TOY, path, name="more")
+    assert (result.cached, result.encoded) == (43, 7)
+    with TeacherCache.open(path) as cache:
+        assert cache.space().record.storage == "compact"
+        vectors = cache.space().gather(np.arange(50))
+        cosines = (vectors * said(numbered(50))).sum(axis=1) / np.linalg.norm(vectors, axis=1)
+        assert (cosines > 1 - 1e-4).all()
+    assert verify(path, deep=True).ok
+
+
+def test_readers_that_are_open_keep_the_old_vectors_and_new_ones_see_the_new(path: Path) -> None:
+    rows = np.arange(43)
+    with TeacherCache.open(path) as cache:
+        view = cache.space()
+        convert(path, "compact")
+        np.testing.assert_array_equal(view.vectors.read(rows), said(TEXTS))  # files of before
+        assert cache.space().form.name == "compact"
+
+
+def test_there_and_back_again_adds_the_errors_up(path: Path) -> None:
+    errors = [convert(path, storage).worst_error for storage in ("float16", "compact", "float32")]
+    assert all(first <= second for first, second in pairwise(errors))
+    with TeacherCache.open(path) as cache:
+        vectors = cache.space().gather(np.arange(43)).astype(np.float64)
+        exact = said(TEXTS).astype(np.float64)
+        cosines = (vectors * exact).sum(axis=1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(exact, axis=1)
+        assert 1 - cosines.min() <= errors[-1] + 1e-12
+        assert not (cache.path / cache.space().array_name).is_symlink()
+
+
+def test_the_same_format_is_no_work(path: Path) -> None:
+    assert convert(path, "float32").rows == 0
+
+
+def test_an_interrupted_conversion_changes_nothing_and_can_be_begun_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = conversion._convert_shard
+    calls = 0
+
+    def killed(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return honest(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(conversion, "_convert_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        convert(path, "raw")
+    with TeacherCache.open(path) as cache:
+        assert cache.space().record.storage == "float32"
+        np.testing.assert_array_equal(cache.space().gather(np.arange(43)), said(TEXTS))
+    assert verify(path, deep=True).ok
+    assert convert(path, "raw").rows == 43
+
+
+def test_damage_is_not_converted(path: Path) -> None:
+    with TeacherCache.open(path) as cache:
+        shard = cache.space().vectors.shard_path(2)
+    data = bytearray(shard.read_bytes())
+    data[30] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DamagedCache, match=str(shard)):
+        convert(path, "raw")
+
+
+def test_a_vector_that_the_format_cannot_hold_stops_it(tmp_path: Path) -> None:
+    built(tmp_path, TEXTS, teacher=TeacherOptions(model="toy", normalize=False), storage="float32")
+    with TeacherCache.open(tmp_path / "cache", "a") as cache:
+        vectors = said(TEXTS[3:4]) * 1e6
+        cache.space().write(0, np.array([3]), vectors.astype(np.float32))
+    with pytest.raises(CacheError, match=r"row 3 of space .* cannot be stored as float16: overflows.*stays float32"):
+        convert(tmp_path / "cache", "float16")
+
+
+def test_zarr_and_numpy_alone_read_compact_vectors(path: Path) -> None:
+    convert(path, "compact")
+    with TeacherCache.open(path) as cache:
+        view = cache.space()
+        expected = view.gather(np.arange(43))
+        dims = view.dims
+    stored = zarr.open_array(str(path / "spaces" / view.slug / "vectors-compact.zarr"), mode="r")[:]
+    numbers, scales = stored[:, :dims], np.ascontiguousarray(stored[:, dims:]).view("<f2").astype(np.float32)
+    np.testing.assert_array_equal(numbers * scales.repeat(64, axis=1)[:, :dims], expected)

@@ -1,0 +1,223 @@
+"""Sealed copies: how those read a cache who may not write to the lock of its index."""
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from teacher_cache.cache import TeacherCache
+from teacher_cache.errors import CacheError, CacheNotFound, CorpusNotFound, DamagedCache, MissingRows, SpaceNotFound
+from teacher_cache.seal import seal
+from teacher_cache.verify import verify
+from tests.teacher_cache.small_caches import built, numbered, said
+
+TEXTS = numbered(20)
+NOBODY = 65534
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    built(tmp_path, TEXTS)
+    return tmp_path / "cache"
+
+
+def served(path: Path | str, *, sealed: bool) -> tuple[list[int], list[str], npt.NDArray[np.float32]]:
+    with TeacherCache.open(path, sealed=sealed) as reader:
+        rows = reader.lookup(TEXTS)
+        return rows.tolist(), reader.texts(rows), reader.space().gather(rows)
+
+
+def test_a_sealed_cache_serves_what_the_live_one_does(cache: Path) -> None:
+    sealed = seal(cache)
+    assert (sealed.rows, sealed.path) == (20, str(cache / "index.sealed" / "data.mdb"))
+    assert sealed.bytes == Path(sealed.path).stat().st_size
+    rows, texts, vectors = served(cache, sealed=True)
+    assert (rows, texts) == (list(range(20)), TEXTS)
+    np.testing.assert_allclose(vectors, said(TEXTS), atol=1e-3)
+    np.testing.assert_array_equal(vectors, served(cache, sealed=False)[2])
+    assert verify(cache, deep=True).ok
+
+
+def test_a_sealed_copy_is_as_old_as_it_is_until_the_next(tmp_path: Path, cache: Path) -> None:
+    when = seal(cache).sealed
+    built(tmp_path, numbered(40), name="longer")
+    with TeacherCache.open(cache, sealed=True) as old, TeacherCache.open(cache) as live:
+        assert (old.rows, live.rows) == (20, 40)
+        with pytest.raises(MissingRows, match=f"as sealed at {when}".replace("+", r"\+")):
+            old.texts(np.array([30]))
+        with pytest.raises(CorpusNotFound, match="as sealed at"):
+            old.corpus("longer")
+        with pytest.raises(SpaceNotFound, match="as sealed at"):
+            old.space("another teacher")
+        assert seal(cache).rows == 40
+        assert old.rows == 20  # it keeps the file that it has open
+    assert served(cache, sealed=True)[0] == list(range(20))
+
+
+def test_a_row_list_that_went_after_the_sealing_is_told_with_its_time(tmp_path: Path, cache: Path) -> None:
+    seal(cache)
+    built(tmp_path, numbered(30))  # another corpus under the old name
+    with (
+        TeacherCache.open(cache, sealed=True) as old,
+        pytest.raises(DamagedCache, match=r"cannot be read.* as sealed at"),
+    ):
+        old.corpus("corpus")
+
+
+def test_a_cache_is_sealed_while_somebody_writes_to_it(cache: Path) -> None:
+    with TeacherCache.open(cache, "a") as writer:
+        with writer.appending() as appender:
+            appender.add(["one more"])
+        assert seal(cache).rows == 21
+        assert writer.lookup(["one more"]).tolist() == [20]
+
+
+def test_the_sealed_copy_of_another_cache_is_refused(tmp_path: Path, cache: Path) -> None:
+    seal(cache)
+    other = tmp_path / "other"
+    built(other, TEXTS)
+    shutil.copytree(cache / "index.sealed", other / "cache" / "index.sealed")
+    with TeacherCache.open(other / "cache", sealed=True) as reader, pytest.raises(CacheError, match="another cache"):
+        reader.lookup(TEXTS)
+
+
+def test_a_copied_cache_takes_its_sealed_copy_along(tmp_path: Path, cache: Path) -> None:
+    seal(cache)
+    shutil.copytree(cache, tmp_path / "copied", ignore=shutil.ignore_patterns("index.lmdb"))
+    assert served(tmp_path / "copied", sealed=True)[0] == list(range(20))
+    with pytest.raises(DamagedCache, match="is gone"):
+        TeacherCache.open(tmp_path / "copied")
+
+
+def test_without_a_sealed_copy_asking_for_it_says_how_to_make_one(cache: Path) -> None:
+    with TeacherCache.open(cache, sealed=True) as reader, pytest.raises(CacheNotFound, match="`tcache seal`"):
+        reader.lookup(TEXTS)
+
+
+def test_a_writer_never_takes_the_sealed_copy(cache: Path) -> None:
+    seal(cache)
+    with pytest.raises(CacheError, match="a sealed index is for readers"):
+        TeacherCache.open(cache, "a", sealed=True)
+    TeacherCache.open(cache, "a").close()  # and the refusal has left no lock
+
+
+def test_a_pickled_reader_of_a_sealed_copy_reads_that(tmp_path: Path, cache: Path) -> None:
+    seal(cache)
+    built(tmp_path, numbered(40), name="longer")
+    with TeacherCache.open(cache, sealed=True) as reader:
+        assert pickle.loads(pickle.dumps(reader)).rows == 20
+
+
+def count_found(path: Path, found: "multiprocessing.Queue[int]") -> None:
+    rows, texts, vectors = served(path, sealed=True)
+    found.put(int((np.array(rows) >= 0).sum()) + len(texts) + len(vectors))
+
+
+def test_two_processes_read_one_sealed_copy(cache: Path) -> None:
+    seal(cache)
+    context = multiprocessing.get_context("spawn")
+    found: multiprocessing.Queue[int] = context.Queue()
+    processes = [context.Process(target=count_found, args=(cache, found)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert [found.get(timeout=60) for _ in processes] == [60, 60]
+    for process in processes:
+        process.join()
+
+
+def in_a_child(work: Callable[[], None]) -> int:
+    """How a forked child ends that does the work: its exit code, or minus the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("moment", ["_append_all", "fsync", "replace"])
+def test_a_kill_while_sealing_leaves_the_older_copy(tmp_path: Path, cache: Path, moment: str) -> None:
+    seal(cache)
+    built(tmp_path, numbered(40), name="longer")
+
+    def killed() -> None:
+        from teacher_cache.storage import index
+
+        def die(*arguments: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(index if moment == "_append_all" else os, moment, die)
+        seal(cache)
+
+    assert in_a_child(killed) == -signal.SIGKILL
+    assert served(cache, sealed=True)[0] == list(range(20))
+    with TeacherCache.open(cache, sealed=True) as old:
+        assert old.rows == 20
+    (leftover,) = verify(cache).leftovers
+    assert leftover.startswith("index.sealed/")
+    assert seal(cache).rows == 40
+
+
+@pytest.fixture
+def read_only(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """Runs work in a child that may read the folder of the cache but write to nothing in it."""
+    served(cache, sealed=False)  # what reading imports is imported now: the child may not see its files
+    tmp_path.chmod(0o755)
+    (cache / "index.lmdb" / "lock.mdb").chmod(0o444)
+    monkeypatch.chdir(tmp_path)
+
+    def run(work: Callable[[], None]) -> int:
+        def as_nobody() -> None:
+            if os.getuid() == 0:  # whom no mode of a file binds
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+            work()
+
+        return in_a_child(as_nobody)
+
+    yield run
+    (cache / "index.lmdb" / "lock.mdb").chmod(0o644)
+
+
+def test_who_may_not_write_to_the_lock_reads_the_sealed_copy(cache: Path, read_only: Callable[..., int]) -> None:
+    seal_time = seal_as_owner(cache)
+
+    def read() -> None:
+        rows, texts, vectors = served("cache", sealed=False)
+        assert (rows, texts, len(vectors)) == (list(range(20)), TEXTS, 20)
+        with TeacherCache.open("cache") as reader:
+            assert seal_time in reader.index.as_of
+        with pytest.raises(CacheError, match="a sealed copy is no source of another"), TeacherCache.open("cache") as c:
+            c.index.copy_sealed(Path("nothing"), "", "")
+
+    assert read_only(read) == 0
+
+
+def seal_as_owner(cache: Path) -> str:
+    lock = cache / "index.lmdb" / "lock.mdb"
+    lock.chmod(0o644)
+    when = seal(cache).sealed
+    lock.chmod(0o444)
+    return when
+
+
+def test_without_a_sealed_copy_a_lock_that_cannot_be_written_is_told(read_only: Callable[..., int]) -> None:
+    def read() -> None:
+        with (
+            TeacherCache.open("cache") as reader,
+            pytest.raises(CacheError, match=r"not allowed to write to .*lock.mdb.*`tcache seal cache`"),
+        ):
+            reader.lookup(TEXTS)
+
+    assert read_only(read) == 0

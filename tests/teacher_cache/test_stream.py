@@ -1,0 +1,157 @@
+"""Streaming gives each record its own text and vector, in the order of the shuffle, in flat memory."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teacher_cache.cache import TeacherCache
+from teacher_cache.errors import DamagedCache, MissingRows
+from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.stream import Batch, WindowedReader
+from tests.teacher_cache.small_caches import built, numbered, said
+
+TEXTS = [*numbered(200), *numbered(20)]  # the last twenty stand twice
+
+
+@pytest.fixture(scope="module", params=["float16", "raw", "compact", "float32"])
+def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeacherCache]:
+    folder = tmp_path_factory.mktemp("stream")
+    built(folder, TEXTS, storage=request.param)
+    with TeacherCache.open(folder / "cache") as opened:
+        yield opened
+
+
+def reader(cache: TeacherCache, batch: int = 8, window: int = 64, **options: Any) -> WindowedReader:
+    manifest = cache.corpus()
+    order = WindowedShuffle(len(manifest), batch, window=window)
+    return WindowedReader(cache, cache.space(), order, manifest.rows_of, **options)
+
+
+def assert_right(batch: Batch) -> None:
+    assert batch.vectors.dtype == np.float32
+    cosines = (batch.vectors * said(batch.texts)).sum(axis=1) / np.linalg.norm(batch.vectors, axis=1)
+    assert (cosines > 1 - 1e-3).all()  # compact; two texts of the toy teacher are far apart
+
+
+def test_an_epoch_gives_every_record_once_with_its_own_text_and_vector(cache: TeacherCache) -> None:
+    stream = reader(cache)
+    for epoch in range(2):
+        batches = list(stream.epoch(epoch))
+        assert sorted(text for batch in batches for text in batch.texts) == sorted(TEXTS)
+        assert [len(batch.texts) for batch in batches] == [8] * 27 + [4]
+        for batch in batches:
+            assert cache.texts(batch.rows) == batch.texts
+            assert_right(batch)
+    stream.close()
+
+
+def test_the_order_is_that_of_the_shuffle(cache: TeacherCache) -> None:
+    stream = reader(cache)
+    order = stream.order
+    expected = [
+        TEXTS[record]
+        for window in range(order.windows)
+        for record in order.records_of(3, window)[order.permutation(3, window)]
+    ]
+    assert [text for batch in stream.epoch(3) for text in batch.texts] == expected
+    stream.close()
+
+
+def test_batches_asked_for_in_any_order_are_those_of_a_straight_pass(cache: TeacherCache) -> None:
+    straight = [batch.texts for batch in reader(cache).epoch(1)]
+    jumping = reader(cache)
+    for number in [20, 3, 3, 27, 0, 19, 26]:
+        positions = np.arange(number * 8, min(number * 8 + 8, len(jumping.order)))
+        assert jumping.read(1, positions).texts == straight[number]
+    assert [batch.texts for batch in jumping.epoch(1, start=9)] == straight[9:]
+    assert [len(batch.texts) for batch in jumping.epoch(1, drop_last=True)] == [8] * 27
+    jumping.close()
+
+
+def test_a_batch_is_the_callers_to_keep(cache: TeacherCache) -> None:
+    """The buffers behind it are used again."""
+    for dtype in (np.float16, np.float32):
+        stream = reader(cache, dtype=dtype)
+        batches = list(stream.epoch())
+        for batch in batches:
+            np.testing.assert_array_equal(batch.vectors, cache.space().gather(batch.rows, dtype=dtype))
+        stream.close()
+
+
+def test_two_windows_are_in_memory_however_many_there_are(cache: TeacherCache) -> None:
+    stream = reader(cache, window=16)
+    buffers = set()
+    for batch in stream.epoch():
+        assert len(batch.rows) <= 8
+        buffers |= {buffer.ctypes.data for buffer in stream._buffers.values()}
+    stream.close()
+    assert stream.order.windows > 10
+    assert len(buffers) == 2
+    assert not stream._buffers
+
+
+def test_reading_ahead_is_one_thread_that_ends(cache: TeacherCache) -> None:
+    before = threading.active_count()
+    stream = reader(cache)
+    list(stream.epoch())
+    assert threading.active_count() == before + 1
+    stream.close()
+    assert threading.active_count() == before
+
+
+def test_grouping_by_length_keeps_the_records_of_a_window_and_evens_out_a_batch(cache: TeacherCache) -> None:
+    plain, grouped = reader(cache, window=216), reader(cache, window=216, grouped=50)
+    one, other = list(plain.epoch()), list(grouped.epoch())
+    assert sorted(text for batch in other for text in batch.texts) == sorted(TEXTS)
+    assert [len(batch.texts) for batch in other] == [len(batch.texts) for batch in one]
+
+    def spread(batches: list[Batch]) -> float:
+        return float(np.mean([np.ptp([len(text) for text in batch.texts]) for batch in batches]))
+
+    assert spread(other) < spread(one) / 3
+    assert [batch.texts for batch in grouped.epoch()] == [batch.texts for batch in other]
+    # Batches of all lengths in no order: the shortest are not always first.
+    means = [np.mean([len(text) for text in batch.texts]) for batch in other]
+    assert means != sorted(means)
+    plain.close()
+    grouped.close()
+
+
+def test_vectors_alone_read_no_text(cache: TeacherCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "texts", None)
+    stream = reader(cache, texts=0)
+    assert all(batch.texts == [] for batch in stream.epoch())
+    stream.close()
+
+
+def test_pairs_stream_both_texts(tmp_path: Path) -> None:
+    pairs = list(zip(numbered(40), numbered(40, start=100), strict=True))
+    built(tmp_path, pairs)
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        stream = reader(cache, texts=2, window=16)
+        seen = [
+            pair for b in stream.epoch() for pair in zip(b.texts[: len(b.rows)], b.texts[len(b.rows) :], strict=True)
+        ]
+        assert sorted(seen) == sorted(pairs)
+        stream.close()
+
+
+def test_a_missing_vector_and_a_damaged_shard_end_the_stream_with_their_error(tmp_path: Path) -> None:
+    built(tmp_path, numbered(64), storage="float16")
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        stream = reader(cache, window=16)
+        missing = WindowedReader(cache, cache.space(), stream.order, lambda records: records[:, None] + 1)
+        with pytest.raises(MissingRows, match="has no vector for 1 of 16 rows"):
+            list(missing.epoch())
+        missing.close()
+        path = cache.space().vectors.shard_path(3)
+        data = bytearray(path.read_bytes())
+        data[20] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(DamagedCache, match=str(path)):
+            list(stream.epoch())
+        stream.close()
