@@ -1,83 +1,19 @@
-"""`tcache`: make, look into and check teacher caches."""
+"""`tcache`: make teacher caches and look into them; what it does with whole caches is in `upkeep`, `transfer`."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 
-from cli.common import CONTEXT, Commands, asking_options, cache_option, common_options, emit, progress_bar, say, size
-
-if TYPE_CHECKING:
-    from teacher_cache.corpus import Corpus
-    from teacher_cache.teachers.base import TeacherOptions
-
-Body = TypeVar("Body", bound=Callable[..., Any])
-STORAGE = ("float16", "raw", "compact", "float32")
+from cli import transfer, upkeep
+from cli.common import CONTEXT, Commands, cache_option, common_options, emit, progress_bar, say, size
+from cli.options import STORAGE, cache_argument, corpus_of, corpus_options, space_option, teacher_of, teacher_options
 
 
 @click.group(cls=Commands, context_settings=CONTEXT)
 @click.version_option(package_name="teacher-cache")
 def main() -> None:
     """Run a text-embedding teacher once per text and keep what it said."""
-
-
-def teacher_options(body: Body) -> Body:
-    """Every flag that says which teacher and how it is asked; None means as its own files say."""
-    switches = (
-        click.option(
-            "--teacher",
-            "--model-name-or-path",
-            "--model-name",
-            "model",
-            required=True,
-            metavar="T",
-            help="Known short name, hub id, local folder, or 'toy'.",
-        ),
-        asking_options,
-        click.option("--backend", help="Force a back end (see `distill list teachers`)."),
-        click.option("--normalize/--no-normalize", default=None, help="Store vectors of unit length or not."),
-        click.option("--dims", type=click.IntRange(1), help="Keep the first numbers of a vector only."),
-        click.option("--dtype", default="auto", show_default=True, help="auto, bf16, fp16 or fp32."),
-        click.option(
-            "--batch-tokens",
-            "--max-tokens-per-batch",
-            default="auto",
-            show_default=True,
-            help="Padded tokens in one forward pass.",
-        ),
-    )
-    for switch in reversed(switches):
-        body = switch(body)
-    return body
-
-
-def corpus_options(body: Body) -> Body:
-    body = click.option(
-        "--text-key",
-        default="text",
-        show_default=True,
-        help="Key or column of the text; two for pairs: 'a,b'.",
-    )(body)
-    return click.argument("paths", metavar="CORPUS...", nargs=-1, required=True)(body)
-
-
-space_option = click.option("--space", help="Slug, fingerprint or teacher; needed when the cache has several spaces.")
-
-
-def _teacher(given: dict[str, Any]) -> "TeacherOptions":
-    from teacher_cache.teachers.base import TeacherOptions
-
-    tokens = given.pop("batch_tokens")
-    if tokens != "auto" and not tokens.isdigit():
-        raise click.BadParameter(f"{tokens!r} is neither a number nor 'auto'", param_hint="--batch-tokens")
-    return TeacherOptions(batch_tokens=None if tokens == "auto" else int(tokens), **given)
-
-
-def _corpus(paths: tuple[str, ...], text_key: str) -> "Corpus":
-    from teacher_cache.corpus import Corpus
-
-    return Corpus.open(paths, text_key)
 
 
 @main.command()
@@ -126,8 +62,8 @@ def build(
             update("encoding texts", progress.done, progress.total, detail)
 
         result = fill(
-            _corpus(paths, text_key),
-            _teacher(teacher),
+            corpus_of(paths, text_key),
+            teacher_of(teacher),
             cache,
             name=name,
             workers=parse_workers(workers),
@@ -163,7 +99,7 @@ def plan(paths: tuple[str, ...], text_key: str, cache: Path, probe: bool, **teac
     """Rows, tokens, gigabytes and hours of a build, without building."""
     from teacher_cache.plan import plan as foretell
 
-    result = foretell(_corpus(paths, text_key), _teacher(teacher), cache, probe=probe)
+    result = foretell(corpus_of(paths, text_key), teacher_of(teacher), cache, probe=probe)
 
     def lines() -> list[str]:
         hours = "unknown (--probe times it)" if result.hours is None else f"{result.hours:.2f} h, {result.basis}"
@@ -180,7 +116,7 @@ def plan(paths: tuple[str, ...], text_key: str, cache: Path, probe: bool, **teac
 
 
 @main.command()
-@click.argument("cache", type=click.Path(path_type=Path))
+@cache_argument
 @common_options
 def info(cache: Path) -> None:
     """What is in a cache."""
@@ -208,7 +144,7 @@ def info(cache: Path) -> None:
 
 
 @main.command()
-@click.argument("cache", type=click.Path(path_type=Path))
+@cache_argument
 @click.argument("texts", metavar="TEXT...", nargs=-1, required=True)
 @space_option
 @common_options
@@ -237,52 +173,6 @@ def get(cache: Path, texts: tuple[str, ...], space: str | None) -> None:
 
 
 @main.command()
-@click.argument("cache", type=click.Path(path_type=Path))
-@click.option("--deep", is_flag=True, help="Read every value: digests, finiteness, key = hash of text.")
-@common_options
-def verify(cache: Path, deep: bool) -> None:
-    """Check every promise of the index; exit 3 when one is broken."""
-    from teacher_cache.verify import verify as check
-
-    verdict = check(cache, deep=deep)
-
-    def lines() -> list[str]:
-        told = [f"damage ({damage.kind}, {damage.rows:,} rows): {damage.where}" for damage in verdict.damage]
-        depth = "every value read" if deep else "records and sizes; --deep reads every value"
-        told.append(f"{'ok' if verdict.ok else 'DAMAGED'}: {verdict.rows:,} rows, {verdict.shards:,} shards ({depth})")
-        if verdict.leftovers:
-            told.append(f"harmless leftovers of interrupted writes: {', '.join(verdict.leftovers)}")
-        return told
-
-    emit(verdict.to_json(), lines)
-    if not verdict.ok:
-        click.get_current_context().exit(3)
-
-
-@main.command()
-@click.argument("cache", type=click.Path(path_type=Path))
-@click.option("--storage", type=click.Choice(STORAGE), required=True, help="The new number format.")
-@space_option
-@common_options
-def convert(cache: Path, storage: str, space: str | None) -> None:
-    """Store a space in another number format, without the teacher."""
-    from teacher_cache.convert import convert as store_as
-
-    with progress_bar() as update:
-        result = store_as(cache, storage, space, lambda done, total: update("converting vectors", done, total, ""))
-
-    def lines() -> list[str]:
-        if not result.rows:
-            return [f"space {result.space} is stored as {storage} already"]
-        return [
-            f"{result.rows:,} vectors of {result.space}: {result.storage_before} -> {result.storage}, "
-            f"{size(result.bytes_before)} -> {size(result.bytes)}, 1 - cos at most {result.worst_error:.2g}"
-        ]
-
-    emit(result.to_json(), lines, f"tcache gc {cache} frees what readers no longer need")
-
-
-@main.command()
 @common_options
 def doctor() -> None:
     """Check this machine: libraries, devices, memory, and a small build from end to end."""
@@ -295,3 +185,17 @@ def doctor() -> None:
     )
     if not all(finding.ok for finding in findings):
         click.get_current_context().exit(3)
+
+
+for command in (
+    upkeep.verify,
+    upkeep.repair,
+    upkeep.reindex,
+    upkeep.gc,
+    upkeep.seal,
+    upkeep.convert,
+    transfer.export,
+    transfer.import_,
+    transfer.merge,
+):
+    main.add_command(command)

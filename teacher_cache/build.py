@@ -6,6 +6,7 @@ shard by shard; what was committed is never asked for again.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,7 @@ from teacher_cache.cache import TeacherCache, checked_name
 from teacher_cache.corpus import Corpus
 from teacher_cache.errors import CacheError
 from teacher_cache.storage.codec import number_format
-from teacher_cache.storage.manifest import CorpusRecord, Manifest, Source, distinct_rows, writing_manifest
+from teacher_cache.storage.manifest import CorpusRecord, Manifest, Source, used_rows, writing_manifest
 from teacher_cache.teachers import resolve, settle_dtype
 from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
 from teacher_cache.view import SpaceView
@@ -121,32 +122,29 @@ def build(
         if name is None:
             name = _default_name(corpus, table)
         manifest = ingest(corpus, table, name, report)
-        wanted = manifest.distinct_rows(table.rows)
+        used = manifest.used_rows(table.rows)
+        distinct = int(used.sum())
         spec = settle_dtype(spec, (record.space for record in table.space_records().values()))
         known = table.find_space(spec.space)
         view = table.ensure_space(spec.space, storage or (known.record.storage if known else "float16"))
-        missing = view.missing_rows(wanted)
-        filled = _fill(table, view, missing, spec, workers or LocalWorkers(), len(wanted), report)
-        reasons = view.quarantined()
-        ours = np.intersect1d(wanted, np.fromiter(reasons, dtype=np.int64))
-        why: dict[str, int] = {}
-        for row in ours.tolist():
-            why[reasons[row]] = why.get(reasons[row], 0) + 1
+        filled = _fill(table, view, used, spec, workers or LocalWorkers(), report)
+        why = Counter(reason for row, reason in view.quarantined().items() if used[row])
+        quarantined = why.total()
         return BuildReport(
             rows=len(manifest),
-            distinct=len(wanted),
-            cached=len(wanted) - len(ours) - filled.stored,
+            distinct=distinct,
+            cached=distinct - quarantined - filled.stored,
             encoded=filled.stored,
             truncated=filled.truncated,
             repaired=filled.repaired,
-            quarantined=len(ours),
+            quarantined=quarantined,
             tokens=filled.tokens,
             seconds=round(time.monotonic() - started, 3),
             space=view.slug,
             corpus=name,
             cache=str(cache),
             counts=manifest.record.counts,
-            reasons=why,
+            reasons=dict(why),
         )
 
 
@@ -186,7 +184,7 @@ def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Pro
         fingerprint=corpus.fingerprint,
         columns=tuple(corpus.columns),
         records=writer.records,
-        distinct=len(distinct_rows(rows, table.rows)),
+        distinct=int(used_rows(rows, table.rows).sum()),
         sources=tuple(Source(*source) for source in corpus.sources),
         counts=dict(corpus.counts),
     )
@@ -213,26 +211,28 @@ class _OpenShard:
 def _fill(
     table: TeacherCache,
     view: SpaceView,
-    missing: npt.NDArray[np.int64],
+    used: npt.NDArray[np.bool_],
     spec: TeacherSpec,
     workers: Workers,
-    distinct: int,
     report: Callable[[Progress], None],
 ) -> _Filled:
-    """Ask for the missing rows and commit them, each shard as soon as its last batch is back."""
+    """Ask for the used rows that are missing and commit them, each shard as soon as its last batch is back."""
     filled = _Filled()
-    progress = Progress(
-        phase="encoding", total=len(missing), cached=distinct - len(missing), space=view.space.describe()
-    )
+    total = sum(map(len, _missing_by_shard(view, used)))
+    progress = Progress(phase="encoding", total=total, cached=int(used.sum()) - total, space=view.space.describe())
     report(progress)
-    if not len(missing):
+    if not total:
         return filled
     shard_rows = view.vectors.shard_rows
-    by_shard = _split_by_shard(missing, shard_rows)
-    shards = {int(rows[0] // shard_rows): _OpenShard(len(rows)) for rows in by_shard}
+    shards: dict[int, _OpenShard] = {}
     batch_rows: dict[int, npt.NDArray[np.int64]] = {}
     started = committed = time.monotonic()
     cost_from, tokens_from = started, 0
+
+    def opened() -> Iterator[npt.NDArray[np.int64]]:
+        for rows in _missing_by_shard(view, used):
+            shards[int(rows[0] // shard_rows)] = _OpenShard(len(rows))
+            yield rows
 
     def commit(number: int) -> None:
         nonlocal cost_from, tokens_from
@@ -252,7 +252,7 @@ def _fill(
         progress.quarantined += len(refused)
 
     # Closed here even after an error: workers of other processes must not outlive the build.
-    with closing(workers.encode(spec, _batches(table, by_shard, batch_rows))) as answers:
+    with closing(workers.encode(spec, _batches(table, opened(), batch_rows))) as answers:
         for number, encoded in answers:
             rows = batch_rows.pop(number)
             shard_number = int(rows[0] // shard_rows)
@@ -283,14 +283,18 @@ def _count(filled: _Filled, encoded: Encoded) -> None:
     filled.tokens += int(encoded.tokens.sum())
 
 
-def _split_by_shard(rows: npt.NDArray[np.int64], shard_rows: int) -> list[npt.NDArray[np.int64]]:
-    """Ascending rows, cut where a shard ends."""
-    return np.split(rows, np.flatnonzero(np.diff(rows // shard_rows)) + 1)
+def _missing_by_shard(view: SpaceView, used: npt.NDArray[np.bool_]) -> Iterator[npt.NDArray[np.int64]]:
+    """The used rows that have no vector, ascending, a shard at a time."""
+    shard_rows = view.vectors.shard_rows
+    for first in range(0, len(used), shard_rows):
+        missing = view.missing_rows(first + np.flatnonzero(used[first : first + shard_rows]))
+        if len(missing):
+            yield missing
 
 
 def _batches(
     table: TeacherCache,
-    by_shard: list[npt.NDArray[np.int64]],
+    by_shard: Iterator[npt.NDArray[np.int64]],
     batch_rows: dict[int, npt.NDArray[np.int64]],
 ) -> Iterator[list[str]]:
     """Texts of the missing rows, shard by shard; within a shard sorted by length, so batches pad little.

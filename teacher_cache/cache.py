@@ -29,17 +29,18 @@ from teacher_cache.errors import (
 )
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import number_format
-from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, replacing, sync_folder
+from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, replacing
 from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
-from teacher_cache.storage.texts import TextAppender, TextTable
+from teacher_cache.storage.texts import TEXT, TextAppender, TextTable
 from teacher_cache.text_key import KEY_RULE, text_keys
 from teacher_cache.view import SPACES, SpaceRecord, SpaceView, create_vectors
 
 FORMAT_VERSION = 1
 SHARD_ROWS = 8192
 CACHE_JSON = "cache.json"
+CORPUS_JSON = "corpus.json"
 INDEX = "index.lmdb"
 SEALED = "index.sealed"
 LOCK = "writer.lock"
@@ -98,19 +99,14 @@ class TeacherCache:
         """
         path = Path(path)
         if mode == "r":
-            if not (path / CACHE_JSON).exists():
-                raise CacheNotFound(
-                    f"no teacher cache at {path}: it has no {CACHE_JSON}; make one with "
-                    f"`tcache build CORPUS --teacher T --cache {path}`"
-                )
-            _check_format(path)
+            check_format(path)
             if not sealed:
                 _check_index(path)
             return cls(path, None, sealed=sealed)
         if sealed:
             raise CacheError(f"a sealed index is for readers: open {path} for writing without it")
-        if (path / CACHE_JSON).exists():
-            _check_format(path)
+        if (path / CACHE_JSON).exists() or _has_shards(path):
+            check_format(path)
             _check_index(path)
         elif path.exists() and (not path.is_dir() or not _is_half_made(path)):
             raise CacheError(f"{path} is not a teacher cache and not empty; choose another folder for --cache")
@@ -216,7 +212,8 @@ class TeacherCache:
         """Make a durable row list the corpus of that name, in place of an older one."""
         target = record.file(self.path)
         os.replace(written, target)
-        sync_folder(target.parent)
+        with replacing(target.with_name(CORPUS_JSON)) as file:  # what a lost index is made again from
+            file.write(record.to_json())
         self.index.commit([Change("corpora", record.name.encode(), record.to_json())])
         for old in target.parent.glob("rows-*.npy"):
             if old != target:
@@ -231,7 +228,13 @@ class TeacherCache:
 
     def spaces(self) -> dict[str, SpaceView]:
         """Every space by its slug."""
-        return {slug: SpaceView(self.path, self.index, record) for slug, record in self.space_records().items()}
+        return {slug: self._view(record) for slug, record in self.space_records().items()}
+
+    def _view(self, record: SpaceRecord) -> SpaceView:
+        try:
+            return SpaceView(self.path, self.index, record)
+        except DamagedCache as error:
+            raise DamagedCache(f"{error}{self.index.as_of}") from error
 
     def space(self, wanted: str | Mapping[str, Any] | None = None) -> SpaceView:
         """The one space that is wanted.
@@ -247,7 +250,7 @@ class TeacherCache:
         records = self.space_records()
         fitting = [record for record in records.values() if wanted is None or _fits(record.space, wanted)]
         if len(fitting) == 1:
-            return SpaceView(self.path, self.index, fitting[0])
+            return self._view(fitting[0])
         known = ", ".join(sorted(records)) or "none"
         if not records:
             problem = f"{self.path} has no embedding space yet"
@@ -280,7 +283,7 @@ class TeacherCache:
         """The stored space equal to `space`; if its dtype is "auto", one that differs in nothing else."""
         for record in self.space_records().values():
             if space.matches(record.space):
-                return SpaceView(self.path, self.index, record)
+                return self._view(record)
         return None
 
     def ensure_space(self, space: EmbeddingSpace, storage: str) -> SpaceView:
@@ -305,7 +308,7 @@ class TeacherCache:
         create_vectors(folder / record.array, form, space.dims, self.shard_rows)
         with replacing(folder / "space.json") as file:  # for people and other tools; the index is what counts
             file.write(record.to_json())
-        return SpaceView(self.path, self.index, record)
+        return self._view(record)
 
     @contextmanager
     def appending(self) -> Iterator[TextAppender]:
@@ -346,11 +349,25 @@ def _described(path: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads((path / CACHE_JSON).read_bytes())
         record["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedCache(f"{path / CACHE_JSON} does not say which format it is: {error!r}") from error
+        raise DamagedCache(
+            f"{path / CACHE_JSON} does not say which format it is: {error!r}; `tcache repair {path}` writes it anew"
+        ) from error
     return record
 
 
-def _check_format(path: Path) -> None:
+def check_format(path: Path) -> None:
+    """Make sure that there is a cache, in the format of this version.
+
+    Raises:
+        CacheNotFound, DamagedCache, FormatVersionError: there is none, it does not say, it is another.
+    """
+    if not (path / CACHE_JSON).exists():
+        if _has_shards(path):
+            raise DamagedCache(f"{path / CACHE_JSON} is gone: `tcache repair {path}` writes it anew")
+        raise CacheNotFound(
+            f"no teacher cache at {path}: it has no {CACHE_JSON}; make one with "
+            f"`tcache build CORPUS --teacher T --cache {path}`"
+        )
     version = _described(path)["format"]
     if version != FORMAT_VERSION:
         raise FormatVersionError(
@@ -362,7 +379,14 @@ def _check_format(path: Path) -> None:
 def _check_index(path: Path) -> None:
     # LMDB would make an empty one for a writer, and everything stored would be written over.
     if not Index.exists(path / INDEX):
-        raise DamagedCache(f"the index at {path / INDEX} is gone: put a copy back, or build a new cache")
+        raise DamagedCache(
+            f"the index at {path / INDEX} is gone: `tcache reindex {path}` makes it again from the shards"
+        )
+
+
+def _has_shards(path: Path) -> bool:
+    """Whether texts were written here, so that it was a cache once, whatever it lacks now."""
+    return (path / LOCK).exists() and (path / TEXT / "c").is_dir()
 
 
 def _is_half_made(path: Path) -> bool:

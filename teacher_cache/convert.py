@@ -1,6 +1,5 @@
 """Another number format for a space, made from what is stored: no teacher is asked."""
 
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +10,7 @@ import numpy as np
 
 from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.codec import NumberFormat, check_rows, number_format
+from teacher_cache.storage.codec import NumberFormat, check_rows, joint_error, number_format
 from teacher_cache.storage.files import replacing
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.shards import ShardedArray
@@ -108,13 +107,8 @@ def _convert_shard(
     receipt = array.write_shard(number, body, record.present)
     array.grow(number * array.shard_rows + int(within[-1]) + 1)
     return ShardRecord(
-        receipt.digest, _added(record.worst_error, float(checked.cosine_error.max())), receipt.size, record.present
+        receipt.digest, joint_error(record.worst_error, float(checked.cosine_error.max())), receipt.size, record.present
     )
-
-
-def _added(first: float, second: float) -> float:
-    """Bound on 1 - cos after two changes: chords, which are sqrt(2 (1 - cos)), add up at most."""
-    return (math.sqrt(first) + math.sqrt(second)) ** 2
 
 
 def _worst(view: SpaceView) -> float:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from teacher_cache.cache import SEALED, TeacherCache
+from teacher_cache.storage.environment import DATA
 from teacher_cache.storage.files import replacing
-from teacher_cache.storage.index import DATA
 
 
 @dataclass(frozen=True)

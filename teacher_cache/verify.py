@@ -1,51 +1,56 @@
-"""Check every promise the index makes.
+"""Check every promise of the index.
 
-Quick: records against files, presence against the table, counts against each other, row lists against the
-table. Deep: every stored value is read; digests, finiteness, and that each key is the hash of its text.
+Quick: records against files and their sizes, presence against the table, counts against each other, row lists
+against the table. Deep: every stored value is read once; digests, finite numbers, lengths of vectors, that each
+key is the hash of its text, that each corpus has the fingerprint of its texts. With a teacher, one row in so many
+is encoded again and compared.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from teacher_cache.cache import TeacherCache
-from teacher_cache.errors import DamagedCache, FormatVersionError
+from teacher_cache.errors import DamagedCache
+from teacher_cache.inspection import Damage, Inspection, listed, restored
+from teacher_cache.space import LABELS
+from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.files import TEMPORARY_SUFFIX
-from teacher_cache.storage.index import ShardRecord
-from teacher_cache.storage.shards import ShardedArray
-from teacher_cache.storage.texts import KEYS, TEXT
-from teacher_cache.text_key import text_keys
-from teacher_cache.view import SPACES, SpaceRecord, SpaceView
+from teacher_cache.teachers import resolve
+from teacher_cache.teachers.base import TeacherOptions
+from teacher_cache.view import SpaceView
+from teacher_cache.workers import EncodeWorker
 
-
-@dataclass(frozen=True)
-class Damage:
-    """One broken promise.
-
-    Attributes:
-        kind: what sort ("damaged_cache", "damaged_space", "missing_shard", "damaged_shard", "digest", "key",
-            "non_finite", "count", "corpus").
-        where: file or name, and what was found and expected.
-        rows: how many rows it touches.
-    """
-
-    kind: str
-    where: str
-    rows: int
+# Largest 1 - cos between a stored row and what its teacher says again: bfloat16 differs by up to 4e-5 with the
+# batch it is computed in, `compact` storage by up to 1e-4.
+SAME_COSINE = 1e-3
+# Rows that are encoded again unless `every` says otherwise.
+ASKED_ROWS = 1000
+_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome; `leftovers` are files of interrupted writes, harmless and named for completeness."""
+    """The outcome.
+
+    Attributes:
+        shards: shard records checked.
+        leftovers: files of interrupted writes, harmless and named for completeness.
+        asked: rows that the teacher was asked for again.
+        largest_difference: largest 1 - cos among those; None when none was asked.
+    """
 
     damage: list[Damage]
     shards: int
     rows: int
     deep: bool
     leftovers: list[str]
+    asked: int = 0
+    largest_difference: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -55,135 +60,128 @@ class Verdict:
         return {"ok": self.ok, **asdict(self)}
 
 
-def verify(path: str | Path, *, deep: bool = False) -> Verdict:
+def verify(
+    path: str | Path,
+    *,
+    deep: bool = False,
+    teacher: TeacherOptions | None = None,
+    every: int | None = None,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Verdict:
     """Check a cache; reads only, and may run beside a writer.
+
+    Args:
+        deep: read every value.
+        teacher: encode one row in `every` again and compare; a deep check.
+        every: None asks for about `ASKED_ROWS` rows.
+        report: called after every shard with how many are done and how many there are.
 
     Raises:
         CacheNotFound, FormatVersionError: it cannot even be opened.
+        SpaceMismatch, SpaceNotFound: no stored space is that of the teacher; the message names what differs.
+        TeacherError: the teacher cannot be found or run.
     """
     try:
         cache = TeacherCache.open(path)
-        cache.index.rows()  # the index itself is opened by the first look into it
+        rows = cache.rows  # the index itself is opened by the first look into it
     except DamagedCache as error:
         return Verdict([Damage("damaged_cache", str(error), 0)], 0, 0, deep, [])
     with cache:
-        index = cache.index
-        table = cache.texts_table
-        with index.snapshot():
-            rows, keys = index.rows(), index.key_count()
-            spaces = cache.space_records()
-            arrays = [TEXT, KEYS, *(space.array_name for space in spaces.values())]
-            records = {name: index.shards(name) for name in arrays}
+        asked = None if teacher is None else AskedAgain(cache, teacher, every)
+        deep = deep or asked is not None
+        inspection = Inspection(cache, deep=deep, seen=None if asked is None else asked.see, report=report)
         damage: list[Damage] = []
-        if keys != rows:
-            damage.append(Damage("count", f"the index has {keys} text keys for {rows} rows", abs(keys - rows)))
-        in_texts = [
-            *_check_array(cache, TEXT, table.text.array, records[TEXT], rows, complete=True, deep=deep),
-            *_check_array(cache, KEYS, table.keys.array, records[KEYS], rows, complete=True, deep=deep),
-        ]
-        damage += in_texts
-        if deep and not in_texts:
-            damage += _check_keys(cache, records[TEXT])
-        for space in spaces.values():
-            damage += _check_space(cache, space, records, rows, deep=deep)
-        damage += _check_corpora(cache)
-        leftovers = sorted(str(p.relative_to(cache.path)) for p in cache.path.rglob(f"*{TEMPORARY_SUFFIX}"))
-        return Verdict(damage, sum(map(len, records.values())), rows, deep, leftovers)
-
-
-def _check_space(
-    cache: TeacherCache,
-    space: SpaceRecord,
-    records: dict[str, dict[int, ShardRecord]],
-    rows: int,
-    *,
-    deep: bool,
-) -> list[Damage]:
-    try:
-        view = SpaceView(cache.path, cache.index, space)
-    except (DamagedCache, FormatVersionError) as error:
-        return [Damage("damaged_space", str(error), 0)]
-    ours = records[view.array_name]
-    found = list(_check_array(cache, view.array_name, view.vectors, ours, rows, complete=False, deep=deep))
-    if deep and not found:
-        found += _check_finite(view, ours)
-    return found
-
-
-def _check_array(
-    cache: TeacherCache,
-    name: str,
-    array: ShardedArray,
-    records: dict[int, ShardRecord],
-    rows: int,
-    *,
-    complete: bool,
-    deep: bool,
-) -> Iterator[Damage]:
-    shard_rows = array.shard_rows
-    if complete:
-        for number in range(-(-rows // shard_rows)):
-            if number not in records:
-                yield Damage("count", f"the index has no record of shard {number} of {name}", shard_rows)
-    for number, record in records.items():
-        count = int(record.present.sum())
-        path = array.shard_path(number).relative_to(cache.path)
-        last = int(np.flatnonzero(record.present)[-1]) if count else -1
-        if number * shard_rows + last >= rows:
-            yield Damage("count", f"{path}: the index promises rows past the table's {rows}", count)
-            continue
-        expected = min(shard_rows, rows - number * shard_rows)
-        if complete and count != expected:
-            yield Damage("count", f"{path}: {count} rows recorded, expected {expected}", expected - count)
         try:
-            shard = array.open_shard(number)
-            chunks = np.unique(np.flatnonzero(record.present) // array.chunk_rows)
-            if not shard.stored[chunks].all():
-                yield Damage("damaged_shard", f"{path}: promised chunks are not stored", count)
-            elif deep:
-                values = array.read_shard(number, record.present)
-                if array.codec.digest(values) != record.digest:
-                    yield Damage("digest", f"{path}: the values are not those that were written", count)
-        except DamagedCache as error:
-            kind = "damaged_shard" if (cache.path / path).exists() else "missing_shard"
-            yield Damage(kind, str(error), count)
+            for found in inspection.damage():
+                damage.append(found)
+            damage += [] if asked is None else asked.damage()
+        except DamagedCache as error:  # of the index, without which nothing more can be said
+            damage.append(Damage("damaged_cache", str(error), 0))
+        return Verdict(
+            damage,
+            inspection.done,
+            rows,
+            deep,
+            leftovers(cache.path),
+            *((0, None) if asked is None else (asked.rows, asked.largest)),
+        )
 
 
-def _check_keys(cache: TeacherCache, records: dict[int, ShardRecord]) -> Iterator[Damage]:
-    table = cache.texts_table
-    for number, record in records.items():
-        rows = np.flatnonzero(record.present) + number * table.shard_rows
-        keys = [key.tobytes() for key in table.read_keys(rows)]
-        texts = table.read(rows)
-        wrong = sum(stored != made for stored, made in zip(keys, text_keys(texts), strict=True))
-        misplaced = int((cache.index.find(keys) != rows).sum())
-        if wrong or misplaced:
+def leftovers(path: Path) -> list[str]:
+    """What interrupted writes have left, relative to the cache's folder."""
+    return sorted(str(found.relative_to(path)) for found in path.rglob(f"*{TEMPORARY_SUFFIX}"))
+
+
+class AskedAgain:
+    """One row in so many of a space, encoded again.
+
+    Attributes:
+        rows: asked for so far.
+        largest: 1 - cos among those.
+    """
+
+    def __init__(self, cache: TeacherCache, teacher: TeacherOptions, every: int | None) -> None:
+        """Find the teacher's space; nothing is loaded.
+
+        Raises:
+            SpaceMismatch, SpaceNotFound: the cache does not have it.
+        """
+        spec = resolve(teacher)
+        view = cache.find_space(spec.space)
+        if view is None:
+            fields = {name: value for name, value in spec.space.to_json().items() if name not in LABELS}
+            if spec.space.dtype == "auto":
+                del fields["dtype"]
+            view = cache.space(fields)
+        self.view = view
+        self.every = every or max(1, view.present_count() // ASKED_ROWS)
+        self.rows = 0
+        self.largest: float | None = None
+        self._cache = cache
+        self._worker = EncodeWorker(spec.with_dtype(view.space.dtype))
+        self._waiting: list[tuple[int, str, npt.NDArray[np.float32]]] = []
+        self._different: dict[int, float] = {}
+
+    def see(self, view: SpaceView, rows: npt.NDArray[np.int64], values: Rows) -> None:
+        """Take note of those of the rows that are to be compared; `values` are as they are stored."""
+        if view.slug != self.view.slug:
+            return
+        chosen = np.flatnonzero(rows % self.every == 0)
+        if not len(chosen):
+            return
+        try:
+            texts = self._cache.texts(rows[chosen])
+        except DamagedCache:
+            return  # told as damage of the text table
+        vectors = restored(view, values[chosen])
+        self._waiting += zip(rows[chosen].tolist(), texts, vectors, strict=True)
+        while len(self._waiting) >= _BATCH_ROWS:
+            self._compare()
+
+    def _compare(self) -> None:
+        batch, self._waiting = self._waiting[:_BATCH_ROWS], self._waiting[_BATCH_ROWS:]
+        rows, texts, stored = zip(*batch, strict=True)
+        now = self._worker.encode(list(texts)).vectors.astype(np.float64)
+        then = np.stack(stored).astype(np.float64)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            chord = now / np.linalg.norm(now, axis=1)[:, None] - then / np.linalg.norm(then, axis=1)[:, None]
+            difference = (chord**2).sum(axis=1) / 2
+        self.rows += len(batch)
+        self.largest = float(np.nanmax([self.largest or 0.0, *difference]))
+        for row, found in zip(rows, difference.tolist(), strict=True):
+            if not found <= SAME_COSINE:  # NaN is no agreement
+                self._different[row] = found
+
+    def damage(self) -> Iterator[Damage]:
+        """The verdict, after the last row."""
+        while self._waiting:
+            self._compare()
+        if self._different:
             yield Damage(
-                "key",
-                f"shard {number} of the text table: {wrong} keys are not the hash of their text, {misplaced} "
-                "are indexed under another row",
-                max(wrong, misplaced),
+                "teacher",
+                f"space {self.view.slug}: {len(self._different)} of {self.rows} rows differ from what the teacher "
+                f"says now by 1 - cos of up to {max(self._different.values()):.2g} (bound {SAME_COSINE:g}): "
+                f"{listed('row', sorted(self._different))}",
+                len(self._different),
+                self.view.array_name,
             )
-
-
-def _check_finite(view: SpaceView, records: dict[int, ShardRecord]) -> Iterator[Damage]:
-    for number, record in records.items():
-        values = view.vectors.read_shard(number, record.present)
-        bad = int((~np.isfinite(values.astype(np.float32)).all(axis=1)).sum())
-        if bad:
-            yield Damage("non_finite", f"shard {number} of space {view.slug} holds NaN or infinite rows", bad)
-
-
-def _check_corpora(cache: TeacherCache) -> Iterator[Damage]:
-    for name, record in cache.corpora().items():
-        try:
-            manifest = cache.corpus(name)
-        except DamagedCache as error:
-            yield Damage("corpus", str(error), record.records)
-            continue
-        rows = cache.rows  # read after the corpus, which names no row that is newer
-        for start in range(0, len(manifest), 2**20):
-            part = manifest.rows[start : start + 2**20]
-            outside = int(((part < 0) | (part >= rows)).sum())
-            if outside:
-                yield Damage("corpus", f"corpus {name!r} names rows outside the table of {rows}", outside)

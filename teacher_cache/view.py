@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import NumberFormat, Stored, check_rows, number_format
+from teacher_cache.storage.codec import NumberFormat, Stored, check_rows, joint_error, number_format
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, ShardRecord, quarantine_key, shard_key
 from teacher_cache.storage.shards import ShardedArray
@@ -104,9 +104,9 @@ class SpaceView:
         """How many rows have a vector."""
         return sum(int(r.present.sum()) for r in self.index.shards(self.array_name).values())
 
-    def quarantined(self) -> dict[int, str]:
-        """Row -> why its vector was refused."""
-        return self.index.quarantined(self.slug)
+    def quarantined(self, rows: range | None = None) -> dict[int, str]:
+        """Row -> why its vector was refused; of all rows, or of a range."""
+        return self.index.quarantined(self.slug, rows)
 
     def gather(
         self,
@@ -154,8 +154,8 @@ class SpaceView:
         missing = rows[~self.present(rows)]
         if not len(missing):
             return missing
-        refused = np.fromiter(self.quarantined(), dtype=np.int64)
-        return np.setdiff1d(missing, refused, assume_unique=True)
+        refused = self.quarantined(range(int(missing.min()), int(missing.max()) + 1))
+        return np.setdiff1d(missing, np.fromiter(refused, dtype=np.int64), assume_unique=True)
 
     def write(
         self,
@@ -165,6 +165,7 @@ class SpaceView:
         *,
         tokens: int = 0,
         seconds: float = 0.0,
+        error: float = 0.0,
     ) -> tuple[int, dict[int, str]]:
         """Store the vectors of some rows of one shard, durable and published when this returns.
 
@@ -173,6 +174,7 @@ class SpaceView:
 
         Args:
             tokens, seconds: what these vectors have cost, for `tcache plan`.
+            error: largest 1 - cos of one of them against what the teacher said; vectors out of a cache have some.
 
         Returns:
             How many were stored, and row -> reason for the others.
@@ -187,12 +189,13 @@ class SpaceView:
             Change("quarantine", quarantine_key(self.slug, row), reason.encode()) for row, reason in refused.items()
         ]
         stored = rows[good]
+        shard = range(number * self.vectors.shard_rows, (number + 1) * self.vectors.shard_rows)
         changes += [
             Change("quarantine", quarantine_key(self.slug, row), None)
-            for row in sorted(self.quarantined().keys() & set(stored.tolist()))
+            for row in sorted(self.quarantined(shard).keys() & set(stored.tolist()))
         ]
         if len(stored):
-            worst = float(checked.cosine_error[good].max())
+            worst = joint_error(error, float(checked.cosine_error[good].max()))
             changes.append(self._write_shard(number, stored, checked.stored[good], worst))
         published = self.index.record("spaces", self.slug)
         if published is None or tokens or seconds:
@@ -216,7 +219,7 @@ class SpaceView:
         body[within] = stored
         present[within] = True
         receipt = self.vectors.write_shard(number, body, present)
-        self.vectors.grow(number * shard_rows + int(np.flatnonzero(present)[-1]) + 1)
+        self.vectors.grow(self.index.rows())  # the whole table at once: its metadata are written once a build
         record = ShardRecord(receipt.digest, worst, receipt.size, present)
         return Change("shards", shard_key(self.array_name, number), record.pack())
 

@@ -4,6 +4,7 @@ Every row is converted, converted back and compared before it is written. A row 
 handed back with a reason; it is never stored silently.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,6 +134,11 @@ class Checked:
     stored: Stored
     cosine_error: npt.NDArray[np.float64]
     refused: dict[int, str]
+
+
+def joint_error(first: float, second: float) -> float:
+    """Bound on 1 - cos after two changes: chords, which are sqrt(2 (1 - cos)), add up at most."""
+    return (math.sqrt(first) + math.sqrt(second)) ** 2
 
 
 def check_rows(vectors: npt.NDArray[np.float32], form: NumberFormat) -> Checked:

@@ -3,18 +3,15 @@
 Readers believe this and nothing else: a shard file without a record here does not exist, and a row whose
 presence bit is not set does not either. Everything a build promises becomes true in one transaction.
 
-LMDB allows one handle of an index in a process: whoever opens the same one there, to read or to write, shares
-it. It is opened lazily in each process and never used across a fork or a pickle: a handle that crosses a fork
-corrupts its readers' table. It must not lie on a network file system, and who reads it writes to its lock file.
+Whoever opens the same index in a process, to read or to write, shares one LMDB handle; it is opened lazily, and never
+used across a fork or a pickle. It must not lie on a network file system, and who reads it writes to its lock file.
 
 A sealed copy is for those who cannot: the same databases in one file that never changes, rebuilt in key order
 so that its pages are full. It needs no lock, so any number of machines may read it, from any file system.
 """
 
-import errno
 import os
 import struct
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,16 +24,24 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, DiskFull
+from teacher_cache.errors import CacheError, DamagedCache
+from teacher_cache.storage.environment import (
+    DATA,
+    FIRST_MAP_BYTES,
+    Environment,
+    acquire,
+    disk_full,
+    exists,
+    is_disk_full,
+    lock,
+    lockable,
+    release,
+)
 
 # Named databases. `keys`: 16-byte text key -> row. `shards`: array name, 0, shard number -> ShardRecord.
 # `quarantine`: space, 0, row -> reason. `corpora`, `spaces`: name -> JSON. `meta`: b"rows" -> row count, and in
 # a sealed copy b"cache" -> the id of its cache, b"sealed" -> when it was made.
 DATABASES = ("meta", "keys", "shards", "corpora", "spaces", "quarantine")
-DATA = "data.mdb"
-LOCK = "lock.mdb"
-FIRST_MAP_BYTES = 64 * 2**20
-MAX_READERS = 1024
 # Records fetched in one read transaction while walking over many.
 RECORDS_AT_A_TIME = 256
 # Entries of one write transaction of a sealed copy: 34 bytes each, kept in memory until it ends.
@@ -95,117 +100,6 @@ def row_value(row: int) -> bytes:
     return _ROW.pack(row)
 
 
-class _Environment:
-    """A process's one handle of an index; it closes when the last `Index` that uses it lets go.
-
-    Counted, not left to the garbage collector: LMDB must have closed before the same file is opened again.
-    """
-
-    def __init__(self, folder: Path, *, writable: bool, sealed: bool) -> None:
-        self.folder = folder
-        self.sealed = sealed
-        self.pid = os.getpid()
-        self.users = 0
-        # A grown map moves: no transaction of another thread may be open then.
-        self.lock = threading.RLock()
-        self._open(writable=writable)
-
-    def _open(self, *, writable: bool) -> None:
-        try:
-            self.env = lmdb.open(
-                str(self.folder),
-                map_size=FIRST_MAP_BYTES,
-                readonly=not writable,
-                create=writable,
-                lock=not self.sealed,
-                max_dbs=len(DATABASES),
-                max_readers=MAX_READERS,
-                meminit=False,
-            )
-            if not self.sealed:
-                self.env.reader_check()  # readers that were killed would keep old pages from being used again
-            self.databases = {name: self.env.open_db(name.encode(), create=writable) for name in DATABASES}
-        except lmdb.ReadonlyError as error:
-            raise _not_allowed(self.folder) from error
-        except lmdb.Error as error:
-            if _is_disk_full(error):
-                raise _disk_full(self.folder) from error
-            raise DamagedCache(f"the index at {self.folder} cannot be opened: {error}") from error
-        self.writable = writable
-
-    def make_writable(self) -> None:
-        """Open again for a writer; readers in this process come along."""
-        with self.lock:
-            if not self.writable:
-                self.env.close()
-                self._open(writable=True)
-
-    def begin(self, *, write: bool = False) -> Any:
-        """A transaction; hold the lock."""
-        try:
-            return self.env.begin(write=write)
-        except lmdb.MapResizedError:  # another process has grown the file since it was opened here
-            self.env.set_mapsize(0)
-            return self.env.begin(write=write)
-
-
-# By device and file number of data.mdb, as a path has many spellings and may come to mean another file.
-_environments: dict[tuple[int, int], _Environment] = {}
-_registry = threading.RLock()  # the garbage collector may close one index while another is being opened
-
-
-def _acquire(folder: Path, *, writable: bool, sealed: bool) -> _Environment:
-    """This process's environment of the index in `folder`; give it back with `_release`."""
-    with _registry:
-        known = _known(folder)
-        if known is None:
-            if not writable:
-                _check_readable(folder, sealed=sealed)
-            known = _Environment(folder, writable=writable, sealed=sealed)
-            _environments[_file_of(folder)] = known
-        elif writable:
-            known.make_writable()
-        known.users += 1
-        return known
-
-
-def _check_readable(folder: Path, *, sealed: bool) -> None:
-    if not Index.exists(folder):
-        raise CacheNotFound(
-            f"no sealed copy of the index at {folder}: `tcache seal` makes one, where the cache is written"
-            if sealed
-            else f"no index at {folder}: not a teacher cache, or its index was deleted"
-        )
-    # On a read-only file system LMDB would go without the lock, and somebody may write on the other side of it.
-    if not sealed and not Index.lockable(folder):
-        raise _not_allowed(folder)
-
-
-def _known(folder: Path) -> _Environment | None:
-    try:
-        found = _environments.get(_file_of(folder))
-    except FileNotFoundError:
-        return None
-    if found is not None and found.pid != os.getpid():
-        found.env.close()  # inherited by fork: only this process's copy of the handle goes
-        return None
-    return found
-
-
-def _file_of(folder: Path) -> tuple[int, int]:
-    status = os.stat(folder / DATA)
-    return status.st_dev, status.st_ino
-
-
-def _release(environment: _Environment) -> None:
-    with _registry:
-        environment.users -= 1
-        if environment.users == 0:
-            environment.env.close()
-            for file in [file for file, known in _environments.items() if known is environment]:
-                del _environments[file]
-
-
 class Index:
     """One LMDB environment with the databases above. Threads of a process take turns."""
 
@@ -218,18 +112,11 @@ class Index:
         self.folder = folder
         self.writable = writable
         self.sealed_copy_of = sealed_copy_of
-        self._shared: _Environment | None = None
+        self._shared: Environment | None = None
         self._snapshot: tuple[Any, dict[str, Any]] | None = None
 
-    @staticmethod
-    def exists(folder: Path) -> bool:
-        return (folder / DATA).is_file()
-
-    @staticmethod
-    def lockable(folder: Path) -> bool:
-        """Whether this process may write to the lock file, as even a reader of a live index does."""
-        lock = folder / LOCK
-        return os.access(lock if lock.exists() else folder, os.W_OK)
+    exists = staticmethod(exists)
+    lockable = staticmethod(lockable)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "sealed_copy_of": self.sealed_copy_of}
@@ -237,11 +124,12 @@ class Index:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(writable=False, **state)  # type: ignore[misc]
 
-    def _environment(self) -> _Environment:
+    def _environment(self) -> Environment:
         if self._shared is not None and self._shared.pid != os.getpid():
             self._let_go()
         if self._shared is None:
-            self._shared = _acquire(self.folder, writable=self.writable, sealed=self.sealed_copy_of is not None)
+            sealed = self.sealed_copy_of is not None
+            self._shared = acquire(self.folder, DATABASES, writable=self.writable, sealed=sealed)
             if self.sealed_copy_of is not None:
                 self._check_identity(self.sealed_copy_of)
         return self._shared
@@ -258,7 +146,7 @@ class Index:
     def _let_go(self) -> None:
         shared, self._shared = self._shared, None
         if shared is not None:
-            _release(shared)
+            release(shared)
 
     __del__ = _let_go
 
@@ -269,13 +157,20 @@ class Index:
 
     @contextmanager
     def _reading(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """A read transaction and the databases."""
+        """A read transaction and the databases.
+
+        Raises:
+            DamagedCache: LMDB finds a page that is not what it should be.
+        """
         if self._snapshot is not None:
             yield self._snapshot
             return
         shared = self._environment()
-        with shared.lock, shared.begin() as txn:
-            yield txn, shared.databases
+        try:
+            with lock, shared.begin() as txn:
+                yield txn, shared.databases
+        except lmdb.Error as error:
+            raise DamagedCache(f"the index at {self.folder} cannot be read: {error}; {shared.mended_by}") from error
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -290,7 +185,8 @@ class Index:
     def copy_sealed(self, path: Path, cache: str, when: str) -> None:
         """Write the index as one transaction sees it into the empty file `path`, in key order and with full pages.
 
-        While it runs, a writer cannot use pages again that it has freed: its own file grows the more.
+        It is durable once the caller has synced the file. While it runs, a writer cannot use pages again that it
+        has freed: its own file grows the more.
 
         Args:
             cache: id of the cache, which `sealed_copy_of` asks for.
@@ -298,6 +194,7 @@ class Index:
 
         Raises:
             DiskFull: `path` is not complete, and nothing else has changed.
+            DamagedCache: keys of the index are not in order.
             CacheError: this is a sealed copy itself.
         """
         if self.sealed_copy_of is not None:
@@ -308,19 +205,22 @@ class Index:
         identity = [(b"cache", cache.encode()), (b"sealed", when.encode())]
         with self._reading() as (txn, databases):
             try:
-                # As large as the source can be: it has all its pages, and a few for each of our transactions.
-                room = self.folder.joinpath(DATA).stat().st_size + FIRST_MAP_BYTES
+                # Of address space: the file takes what it needs, which is less than the source does.
+                room = 2 * self.folder.joinpath(DATA).stat().st_size + FIRST_MAP_BYTES
                 with lmdb.open(
                     str(path), subdir=False, lock=False, sync=False, map_size=room, max_dbs=len(databases)
                 ) as copy:
                     for name, database in databases.items():
                         with txn.cursor(db=database) as cursor:
                             entries = merge(cursor, identity) if name == "meta" else iter(cursor)
-                            _append_all(copy, copy.open_db(name.encode()), entries)
-                    copy.sync(True)
+                            if not _fill(copy, copy.open_db(name.encode()), entries):
+                                raise DamagedCache(
+                                    f"the index at {self.folder} is damaged: the keys of {name!r} do not ascend; "
+                                    "`tcache reindex` makes it anew"
+                                )
             except lmdb.Error as error:
-                if _is_disk_full(error):
-                    raise _disk_full(path.parent) from error
+                if is_disk_full(error):
+                    raise disk_full(path.parent) from error
                 raise CacheError(f"the index at {self.folder} cannot be sealed: {error}") from error
 
     def commit(self, changes: Iterable[Change], *, keys: Sequence[bytes] = (), first_row: int = 0) -> None:
@@ -343,7 +243,7 @@ class Index:
             changes.append(Change("meta", b"rows", row_value(first_row + len(keys))))
         entries = _sorted_entries(keys, first_row)
         shared = self._environment()
-        with shared.lock:
+        with lock:
             while True:
                 try:
                     self._apply(shared, changes, entries)
@@ -351,15 +251,15 @@ class Index:
                 except lmdb.MapFullError:
                     shared.env.set_mapsize(shared.env.info()["map_size"] * 2)
                 except lmdb.Error as error:
-                    if _is_disk_full(error):
-                        raise _disk_full(self.folder) from error
+                    if is_disk_full(error):
+                        raise disk_full(self.folder) from error
                     raise CacheError(
                         f"the index at {self.folder} refused a commit: {error}; what was committed before is "
                         "intact: run the same command again"
                     ) from error
 
     @staticmethod
-    def _apply(shared: _Environment, changes: list[Change], entries: list[tuple[bytes, bytes]]) -> None:
+    def _apply(shared: Environment, changes: list[Change], entries: list[tuple[bytes, bytes]]) -> None:
         with shared.begin(write=True) as txn:
             with txn.cursor(db=shared.databases["keys"]) as cursor:
                 cursor.putmulti(entries)
@@ -455,29 +355,12 @@ def _sorted_entries(keys: Sequence[bytes], first_row: int) -> list[tuple[bytes, 
     return list(zip([keys[place] for place in order.tolist()], values, strict=True))
 
 
-def _append_all(environment: Any, database: Any, entries: Iterator[tuple[bytes, bytes]]) -> None:
-    """Put ascending entries behind what is there; memory stays that of one transaction."""
+def _fill(environment: Any, database: Any, entries: Iterator[tuple[bytes, bytes]]) -> bool:
+    """Append entries, page after full page; memory stays that of one transaction. False: they do not ascend."""
     while True:
         with environment.begin(write=True) as txn, txn.cursor(db=database) as cursor:
-            consumed, _ = cursor.putmulti(islice(entries, SEALED_AT_A_TIME), append=True)
+            consumed, added = cursor.putmulti(islice(entries, SEALED_AT_A_TIME), append=True)
+        if added < consumed:
+            return False
         if consumed < SEALED_AT_A_TIME:
-            return
-
-
-def _not_allowed(folder: Path) -> CacheError:
-    return CacheError(
-        f"not allowed to write to {folder / LOCK}, as even a reader of the index must: run `tcache seal "
-        f"{folder.parent}` where that is allowed, and its copy is read here"
-    )
-
-
-def _is_disk_full(error: lmdb.Error) -> bool:
-    # A quota has no class of its own.
-    return isinstance(error, lmdb.DiskError) or os.strerror(errno.EDQUOT) in str(error)
-
-
-def _disk_full(folder: Path) -> DiskFull:
-    return DiskFull(
-        f"no space left on the disk of {folder}; what was committed before is intact: free some space and "
-        "run the same command again"
-    )
+            return True

@@ -101,17 +101,21 @@ class Manifest:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def used_rows(self, table_rows: int) -> npt.NDArray[np.bool_]:
+        """`(table_rows,)`: which rows of the table the corpus names."""
+        return used_rows(self.rows, table_rows)
+
     def distinct_rows(self, table_rows: int) -> npt.NDArray[np.int64]:
-        """The distinct rows, ascending; one byte of memory for each row of the table."""
-        return distinct_rows(self.rows, table_rows)
+        """The distinct rows, ascending: up to 9 bytes of memory for each row of the table."""
+        return np.flatnonzero(self.used_rows(table_rows))
 
 
-def distinct_rows(rows: npt.NDArray[np.int64], table_rows: int) -> npt.NDArray[np.int64]:
-    """The distinct values of a row list `(M, k)`, ascending; read in pieces, as it may be mapped and long."""
+def used_rows(rows: npt.NDArray[np.int64], table_rows: int) -> npt.NDArray[np.bool_]:
+    """`(table_rows,)`: which values a row list `(M, k)` has; read in pieces, as it may be mapped and long."""
     used = np.zeros(table_rows, dtype=bool)
     for start in range(0, len(rows), 2**20):
         used[rows[start : start + 2**20]] = True
-    return np.flatnonzero(used)
+    return used
 
 
 class ManifestWriter:

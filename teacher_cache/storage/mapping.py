@@ -18,6 +18,7 @@ from teacher_cache.storage.chunks import NumberCodec, Rows
 from teacher_cache.storage.opened import OpenShard
 
 _FIRST_SHARDS = 64
+_AT_A_TIME = 32
 _MAP_FIXED = 0x10  # on Linux and macOS alike; not among Python's constants
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -63,7 +64,7 @@ class ShardMap:
         if number < len(self._ends):
             self._ends[number] = 0
 
-    def reach(self, rows: npt.NDArray[np.int64], open_shard: Callable[[int], OpenShard]) -> bool:
+    def reach(self, rows: npt.NDArray[np.int64], open_shards: Callable[[list[int]], list[OpenShard]]) -> bool:
         """Map what is needed for these rows of the array; False where a shard does not lie in row order.
 
         Raises:
@@ -77,14 +78,16 @@ class ShardMap:
             outside = rows >= self._ends[shard_of]
         if not outside.any():
             return True
-        for number in np.unique(shard_of[outside]).tolist():
-            if not self._attach(number, open_shard(number)):
+        unmapped = np.unique(shard_of[outside]).tolist()
+        for start in range(0, len(unmapped), _AT_A_TIME):
+            numbers = unmapped[start : start + _AT_A_TIME]
+            if not all(map(self._attach, numbers, open_shards(numbers))):
                 return False
         outside = rows >= self._ends[shard_of]
         if outside.any():
             row = int(rows[outside][0])
-            path = open_shard(row // self.shard_rows).path
-            raise DamagedCache(f"{path} does not hold row {row} of the array, which the index says it does")
+            (shard,) = open_shards([row // self.shard_rows])
+            raise DamagedCache(f"{shard.path} does not hold row {row} of the array, which the index says it does")
         return True
 
     def _attach(self, number: int, shard: OpenShard) -> bool:

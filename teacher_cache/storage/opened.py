@@ -50,6 +50,17 @@ class OpenShard:
 
     __del__ = close
 
+    def entry(self, chunk: int) -> tuple[int, int]:
+        """Offset and length of an inner chunk.
+
+        Raises:
+            DamagedCache: it is not stored.
+        """
+        offset, length = self.entries[chunk].tolist()
+        if offset == EMPTY:
+            raise DamagedCache(f"{self.path} does not hold chunk {chunk}, which the index says it does")
+        return offset, length
+
     def chunks_in_order(self, chunk_bytes: int) -> int:
         """How many chunks of that size the file starts with, if it holds nothing else; 0 otherwise."""
         count = int(self.stored.sum())

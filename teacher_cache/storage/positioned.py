@@ -17,9 +17,13 @@ _NO_WAIT = getattr(os, "RWF_NOWAIT", None)
 Read = tuple[int, int, Any]  # file descriptor, offset, writable buffer
 
 
+def threads() -> ThreadPoolExecutor:
+    """Threads for what waits for a disk; of this process, as a fork inherits none."""
+    return _pool(os.getpid())
+
+
 @lru_cache(maxsize=1)
 def _pool(process: int) -> ThreadPoolExecutor:
-    """The threads of this process: a fork inherits none."""
     return ThreadPoolExecutor(THREADS, thread_name_prefix="read")
 
 
@@ -31,7 +35,7 @@ def read_all(reads: Sequence[Read]) -> None:
     """
     for place, read in enumerate(reads):
         if not in_memory(*read):
-            for _ in _pool(os.getpid()).map(_read, reads[place:]):
+            for _ in threads().map(_read, reads[place:]):
                 pass
             return
 

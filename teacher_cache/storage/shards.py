@@ -14,6 +14,7 @@ import resource
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,12 +26,14 @@ from teacher_cache.storage.chunks import Bytes, NumberCodec, Rows, codec_from, c
 from teacher_cache.storage.files import replacing, sync_folder
 from teacher_cache.storage.mapping import ShardMap
 from teacher_cache.storage.opened import EMPTY, OpenShard
-from teacher_cache.storage.positioned import in_memory, read_all
+from teacher_cache.storage.positioned import in_memory, read_all, threads
 
 # Shard files that one array keeps open.
 OPEN_SHARDS = max(32, min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
-# Bytes asked for at a time: enough requests to keep a disk busy, little enough to stay in the processor's cache.
-READ_BYTES = 2 * 2**20
+# Chunks read at a time: enough requests to keep a disk busy, little enough to stay in the processor's cache.
+READ_CHUNKS = 32
+# Shards to open that are worth waking the threads for.
+THREADS_FROM = 4
 # Neighbouring rows that are worth a read of their own; fewer are copied out of the map.
 RUN_ROWS = 8
 
@@ -208,13 +211,23 @@ class ShardedArray:
         Raises:
             DamagedCache: the file is gone, or is not a whole shard.
         """
-        shard = self._open.pop(number, None)
-        if shard is None:
-            shard = OpenShard(self.shard_path(number), self.chunks)
-            while len(self._open) >= OPEN_SHARDS:
-                self._open.pop(next(iter(self._open))).close()  # the one that was not asked for longest
-        self._open[number] = shard
+        (shard,) = self.open_shards([number])
         return shard
+
+    def open_shards(self, numbers: Sequence[int]) -> list[OpenShard]:
+        """At most `OPEN_SHARDS` different ones; those that are not open yet all at once, as a disk likes it."""
+        closed = [number for number in dict.fromkeys(numbers) if number not in self._open]
+        paths = map(self.shard_path, closed)
+        opening = threads().map if len(closed) >= THREADS_FROM else map
+        opened = dict(zip(closed, opening(OpenShard, paths, repeat(self.chunks)), strict=False))
+        shards = []
+        for number in numbers:  # the ones that were not asked for longest come first, and are closed first
+            shard = self._open.pop(number, None) or opened[number]
+            self._open[number] = shard
+            shards.append(shard)
+        while len(self._open) > OPEN_SHARDS:
+            self._open.pop(next(iter(self._open))).close()
+        return shards
 
     def forget(self, number: int) -> None:
         """Look at the shard's file anew when it is read next: it was replaced."""
@@ -279,7 +292,7 @@ class ShardedArray:
 
     def _read_plain(self, mapped: ShardMap, rows: npt.NDArray[np.int64], out: Rows) -> None:
         """Rows that lie on disk as they are: scattered warm ones out of the map, others by reads of their own."""
-        if not mapped.reach(rows, self.open_shard):
+        if not mapped.reach(rows, self.open_shards):
             self._read_chunks(rows, out)  # written by other hands, in another order
             return
         ends = rows[1:] - rows[:-1] != 1
@@ -290,11 +303,15 @@ class ShardedArray:
         first = np.concatenate([[0], np.flatnonzero(ends | (rows[1:] % self.shard_rows == 0)) + 1])
         runs = list(zip(first.tolist(), [*first[1:].tolist(), len(rows)], strict=True))
         for done in range(0, len(runs), OPEN_SHARDS):  # so that no file is closed before it is read
-            reads: list[tuple[OpenShard, int, Rows]] = []
-            for start, stop in runs[done : done + OPEN_SHARDS]:
-                number, within = divmod(int(rows[start]), self.shard_rows)
-                reads.append((self.open_shard(number), within * mapped.row_bytes, out[start:stop]))
-            self._fill(reads)
+            group = runs[done : done + OPEN_SHARDS]
+            places = [divmod(int(rows[start]), self.shard_rows) for start, _ in group]
+            opened = self.open_shards([number for number, _ in places])
+            self._fill(
+                [
+                    (shard, within * mapped.row_bytes, out[start:stop])
+                    for shard, (_, within), (start, stop) in zip(opened, places, group, strict=True)
+                ]
+            )
 
     def _warm(self, mapped: ShardMap, rows: npt.NDArray[np.int64]) -> bool:
         """Whether a row out of the middle is in memory, so that the others probably are."""
@@ -330,30 +347,21 @@ class ShardedArray:
 
     def _chunks(self, chunks: list[int]) -> Iterator[tuple[OpenShard, Bytes]]:
         """The bytes of inner chunks, counted over the whole array; each valid until the next is asked for."""
-        done = 0
-        while done < len(chunks):
-            reads: list[tuple[OpenShard, int, Bytes]] = []
-            wanted: list[tuple[OpenShard, int, int]] = []
-            size = 0
-            for chunk in chunks[done : done + OPEN_SHARDS]:
-                number, local = divmod(chunk, self.chunks)
-                shard = self.open_shard(number)
-                offset, length = shard.entries[local].tolist()
-                if offset == EMPTY:
-                    raise DamagedCache(f"{shard.path} does not hold chunk {local}, which the index says it does")
-                if wanted and size + length > READ_BYTES:
-                    break
-                wanted.append((shard, offset, length))
-                size += length
-            if len(self._buffer) < size:
-                self._buffer = np.empty(max(size, READ_BYTES), dtype=np.uint8)
-            start = 0
-            for shard, offset, length in wanted:
-                reads.append((shard, offset, self._buffer[start : start + length]))
-                start += length
+        step = min(READ_CHUNKS, OPEN_SHARDS)
+        for done in range(0, len(chunks), step):
+            group = chunks[done : done + step]
+            opened = self.open_shards([chunk // self.chunks for chunk in group])
+            entries = [shard.entry(chunk % self.chunks) for shard, chunk in zip(opened, group, strict=True)]
+            ends = list(accumulate(length for _, length in entries))
+            if len(self._buffer) < ends[-1]:
+                self._buffer = np.empty(ends[-1], dtype=np.uint8)
+            reads = [
+                (shard, offset, self._buffer[end - length : end])
+                for shard, (offset, length), end in zip(opened, entries, ends, strict=True)
+            ]
             self._fill(reads)
-            yield from ((shard, data) for shard, _, data in reads)
-            done += len(wanted)
+            for shard, _, data in reads:
+                yield shard, data
 
     @staticmethod
     def _fill(reads: Sequence[tuple[OpenShard, int, Rows]]) -> None:

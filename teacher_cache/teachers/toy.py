@@ -5,11 +5,10 @@ in every process and under every PYTHONHASHSEED.
 """
 
 from collections.abc import Sequence
-from hashlib import blake2b
+from hashlib import blake2b, shake_128
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.space import EmbeddingSpace
@@ -40,7 +39,7 @@ class ToyTeacher(Teacher):
             teacher="toy",
             revision="",
             backend="toy",
-            weights=blake2b(b"toy weights 1", digest_size=16).hexdigest(),
+            weights=blake2b(b"toy weights 2", digest_size=16).hexdigest(),
             tokenizer=blake2b(b"words between spaces", digest_size=16).hexdigest(),
             pooling=chosen_pooling(options) or "mean",
             padding_side=options.padding_side or "right",
@@ -58,7 +57,7 @@ class ToyTeacher(Teacher):
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         space = self.space
-        vectors = np.empty((len(texts), space.dims), dtype=np.float32)
+        streams = []
         tokens = np.empty(len(texts), dtype=np.int32)
         truncated = np.zeros(len(texts), dtype=np.bool_)
         for row, text in enumerate(texts):
@@ -69,19 +68,14 @@ class ToyTeacher(Teacher):
                 words = words[: space.max_length]
                 whole = " ".join(words)
             tokens[row] = len(words)
-            vectors[row] = self._direction(whole)
+            streams.append(shake_128(f"{space.pooling}\0{whole}".encode()).digest(8 * space.dims))
+        raw = np.frombuffer(b"".join(streams), dtype="<u8").reshape(len(texts), space.dims)
+        vectors = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
+        if space.normalize:
+            vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         return Encoded(
-            vectors=vectors,
+            vectors=vectors.astype(np.float32),
             tokens=tokens,
             truncated=truncated,
             repaired=np.zeros(len(texts), dtype=np.bool_),
         )
-
-    def _direction(self, text: str) -> npt.NDArray[np.float64]:
-        digest = blake2b(f"{self.space.pooling}\0{text}".encode(), digest_size=16).digest()
-        # The raw 64-bit stream is fixed for good; numpy reserves the right to change its distributions.
-        raw = np.random.PCG64(int.from_bytes(digest, "little")).random_raw(self.space.dims)
-        vector = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
-        if self.space.normalize:
-            vector /= np.linalg.norm(vector)
-        return vector

@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from cli.tcache import STORAGE, main
+from cli.options import STORAGE
+from cli.tcache import main
 from teacher_cache.cache import TeacherCache
 from teacher_cache.storage.codec import FORMATS
 from tests.teacher_cache.small_caches import built
@@ -262,3 +264,124 @@ def test_a_space_is_converted_and_told_what_it_cost(corpus: Path, tmp_path: Path
     assert (record["storage_before"], record["storage"], record["rows"]) == ("compact", "compact", 0)
     assert json.loads(run("info", path, "--json").stdout)["spaces"][record["space"]]["storage"] == "compact"
     assert "no embedding space 'other'" in refused(run("convert", path, "--storage", "raw", "--space", "other"))
+
+
+def test_an_export_comes_back_in_and_says_what_was_left_out(cache: Path, tmp_path: Path) -> None:
+    result = run("export", cache, "--format", "npy", "-o", tmp_path / "out", "--corpus", "corpus")
+    assert "5 vectors of 32 float16 numbers" in result.stdout
+    assert result.stdout.splitlines()[-1] == f"{tmp_path / 'out'}; left out: 0 quarantined"
+    record = json.loads(run("import", tmp_path / "out", "--cache", tmp_path / "other", "--json").stdout)
+    assert (record["rows"], record["stored"], record["corpus"]) == (5, 4, "corpus")
+    result = run(
+        "build", tmp_path / "corpus.jsonl", "--teacher", "toy", "--cache", tmp_path / "other", "--name", "again"
+    )
+    assert "4 cached, 0 encoded" in result.stdout
+    assert "is there already" in refused(run("export", cache, "--format", "npy", "-o", tmp_path / "out"))
+
+
+def test_vectors_beside_a_corpus_are_imported_with_what_is_said_of_them(corpus: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "mine.npy", np.eye(5, 8)[[0, 1, 0, 3, 4]])
+    words = ("import", tmp_path / "mine.npy", "--cache", tmp_path / "c", "--corpus", corpus)
+    assert "name their model with --teacher" in refused(run(*words))
+    assert run(*words, "--teacher", "lab/mine", "--field", "prompt=query: ", "--field", "max_length=64").exit_code == 0
+    (space,) = json.loads(run("info", tmp_path / "c", "--json").stdout)["spaces"].values()
+    assert (space["space"]["teacher"], space["space"]["prompt"], space["space"]["max_length"]) == (
+        "lab/mine",
+        "query: ",
+        64,
+    )
+    assert "no such field" in refused(run(*words, "--teacher", "lab/mine", "--field", "colour=red"))
+
+
+def test_caches_are_merged_and_the_result_verifies(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("one\nthree\n")
+    run("build", tmp_path / "more.txt", "--teacher", "toy", "--cache", tmp_path / "b")
+    record = json.loads(run("merge", cache, tmp_path / "b", "--into", tmp_path / "c", "--json").stdout)
+    assert (record["rows"], record["vectors"], record["held"], record["corpora"]) == (5, 5, 1, ["corpus", "more"])
+    assert run("verify", tmp_path / "c", "--deep").exit_code == 0
+    assert "it is the cache that is merged into" in refused(run("merge", cache, "--into", cache))
+
+
+def test_verify_has_some_rows_encoded_again_by_the_teacher(cache: Path) -> None:
+    record = json.loads(run("verify", cache, "--teacher", "toy", "--every", "2", "--json").stdout)
+    assert (record["ok"], record["deep"], record["asked"]) == (True, True, 2)
+    assert "2 rows encoded again, 1 - cos at most" in run("verify", cache, "--teacher", "toy", "--every", "2").stdout
+
+
+def test_verify_refuses_another_teacher_and_names_the_field(cache: Path) -> None:
+    line = refused(run("verify", cache, "--teacher", "toy", "--prompt", "query: "))
+    assert "differs in prompt: wanted 'query: ', cached ''" in line
+
+
+def test_every_without_a_teacher_is_a_mistake(cache: Path) -> None:
+    assert run("verify", cache, "--every", "2").exit_code == 2
+
+
+def test_a_repair_says_what_it_did_and_the_build_after_it_encodes_just_that(corpus: Path, cache: Path) -> None:
+    (shard,) = cache.glob("spaces/*/vectors.zarr/c/0/0")
+    shard.unlink()
+    assert run("verify", cache).stdout.splitlines()[-1] == f"next: tcache repair {cache}"
+    result = run("repair", cache)
+    assert result.exit_code == 0
+    assert "its 4 rows are missing now" in result.stdout
+    assert result.stdout.splitlines()[-2:] == [
+        "1 mended, 0 not; 4 rows are missing now",
+        "next: tcache build with the same corpus and teacher",
+    ]
+    assert "0 cached, 4 encoded" in run("build", corpus, "--teacher", "toy", "--cache", cache).stdout
+    assert json.loads(run("repair", cache, "--json").stdout) == {"ok": True, "mended": [], "unmended": [], "missing": 0}
+
+
+def test_a_repair_that_lacks_the_texts_ends_with_3_and_takes_them_from_a_file(corpus: Path, cache: Path) -> None:
+    (cache / "texts/text/c/0").unlink()
+    moved = corpus.rename(corpus.with_name("moved.jsonl"))
+    result = run("repair", cache)
+    assert result.exit_code == 3
+    assert "4 texts are lost: name the corpus files that hold them with --corpus" in result.stdout
+    assert run("repair", cache, "--corpus", moved).exit_code == 0
+    assert run("verify", cache, "--deep").exit_code == 0
+
+
+def test_a_lost_index_is_made_again(corpus: Path, cache: Path) -> None:
+    shutil.rmtree(cache / "index.lmdb")
+    assert f"`tcache reindex {cache}`" in refused(run("info", cache))
+    record = json.loads(run("reindex", cache, "--json").stdout)
+    assert (record["ok"], record["rows"], record["corpora"], record["left_out"]) == (True, 4, ["corpus"], [])
+    assert "4 cached, 0 encoded" in run("build", corpus, "--teacher", "toy", "--cache", cache).stdout
+
+
+def test_what_reindex_leaves_out_is_named_and_ends_with_3(cache: Path) -> None:
+    shutil.rmtree(cache / "index.lmdb")
+    (cache / "corpora/corpus/corpus.json").unlink()
+    result = run("reindex", cache)
+    assert result.exit_code == 3
+    assert "LEFT OUT: corpora/corpus" in result.stdout
+
+
+def test_gc_tells_what_it_frees(cache: Path) -> None:
+    (cache / "damaged").mkdir()
+    (cache / "damaged/file").write_bytes(bytes(1500))
+    assert run("gc", cache, "--dry-run").stdout.splitlines() == ["damaged damaged: 1.5 kB", "1.5 kB would be freed"]
+    assert (cache / "damaged").exists()
+    record = json.loads(run("gc", cache, "--space", "toy", "--corpus", "corpus", "--json").stdout)
+    assert [freed["what"] for freed in record["freed"]] == ["damaged", "space", "corpus"]
+    assert record["bytes"] == sum(freed["bytes"] for freed in record["freed"])
+    info = json.loads(run("info", cache, "--json").stdout)
+    assert (info["rows"], info["spaces"], info["corpora"]) == (4, {}, {})
+
+
+def test_gc_of_what_is_not_there_is_one_line(cache: Path) -> None:
+    assert "no embedding space 'other'" in refused(run("gc", cache, "--space", "other"))
+    assert "no corpus 'other'" in refused(run("gc", cache, "--corpus", "other"))
+
+
+def test_a_sealed_index_is_told_with_its_file(cache: Path) -> None:
+    record = json.loads(run("seal", cache, "--json").stdout)
+    assert record["rows"] == 4
+    assert record["path"] == str(cache / "index.sealed" / "data.mdb")
+    assert record["bytes"] == (cache / "index.sealed" / "data.mdb").stat().st_size
+    assert "4 rows sealed at 20" in run("seal", cache).stdout
+
+
+def test_sealing_what_is_no_cache_is_refused(tmp_path: Path) -> None:
+    assert "no teacher cache at" in refused(run("seal", tmp_path))

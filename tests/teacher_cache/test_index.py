@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, DiskFull
+from teacher_cache.storage import environment
 from teacher_cache.storage import index as index_module
 from teacher_cache.storage.index import (
     Change,
@@ -141,7 +143,7 @@ def test_keys_and_changes_are_one_transaction(writer: Index) -> None:
 
 
 def test_the_map_grows_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "FIRST_MAP_BYTES", 64 * 1024)
+    monkeypatch.setattr(environment, "FIRST_MAP_BYTES", 64 * 1024)
     writer = Index(tmp_path / "index.lmdb", writable=True)
     writer.commit(keys(0, 20_000))
     assert writer.find([key(19_999)]).tolist() == [19_999]
@@ -157,7 +159,7 @@ def grow_index(folder: Path) -> None:
 def test_a_reader_opened_before_another_process_grew_the_map_sees_what_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_module, "FIRST_MAP_BYTES", 64 * 1024)
+    monkeypatch.setattr(environment, "FIRST_MAP_BYTES", 64 * 1024)
     folder = tmp_path / "index.lmdb"
     writer = Index(folder, writable=True)
     writer.commit(keys(0, 5))
@@ -241,7 +243,7 @@ def test_a_full_disk_is_told_as_such(writer: Index, monkeypatch: pytest.MonkeyPa
 
 
 def test_threads_read_while_one_writes_and_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "FIRST_MAP_BYTES", 64 * 1024)
+    monkeypatch.setattr(environment, "FIRST_MAP_BYTES", 64 * 1024)
     writer = Index(tmp_path / "index.lmdb", writable=True)
     writer.commit(keys(0, 1))
     stop = threading.Event()
@@ -284,6 +286,57 @@ def test_a_forked_child_reads_with_a_handle_of_its_own(tmp_path: Path, writer: I
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     writer.commit(keys(3, 4))  # the parent's handle outlives the child's closing
     assert reader.key_count() == 4
+
+
+def test_readers_beyond_the_room_of_the_lock_file_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "MAX_READERS", 1)
+    writer = Index(tmp_path / "index.lmdb", writable=True)
+    writer.commit(keys(0, 1))
+    reader = Index(tmp_path / "index.lmdb", writable=False)
+    with writer.snapshot(), pytest.raises(CacheError, match=r"1 others are reading the index .*`tcache seal`"):
+        reader.rows()
+    assert reader.rows() == 0
+
+
+def test_a_fork_waits_for_reads_of_other_threads(writer: Index) -> None:
+    """The child closes its copy of the handle, and would strike their transactions off the table of readers."""
+    reader = Index(writer.folder, writable=False)
+    inside, done = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with reader.snapshot():
+            inside.set()
+            time.sleep(0.05)
+            done.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if done.is_set() and reader.key_count() == 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    thread.join()
+
+
+def test_an_index_that_was_cut_short_is_damage(tmp_path: Path, writer: Index) -> None:
+    writer.commit(keys(0, 50_000))
+    writer.close()
+    data = tmp_path / "index.lmdb" / "data.mdb"
+    os.truncate(data, data.stat().st_size // 2)
+    with pytest.raises(DamagedCache, match=r"is cut short: .* bytes, expected .*`tcache reindex`"):
+        Index(tmp_path / "index.lmdb", writable=False).rows()
+
+
+def test_damaged_pages_are_told_while_reading(tmp_path: Path, writer: Index) -> None:
+    writer.commit(keys(0, 50_000))
+    writer.close()
+    data = tmp_path / "index.lmdb" / "data.mdb"
+    with open(data, "r+b") as file:  # all pages but the two that say where the roots are
+        file.seek(8192)
+        file.write(b"\xff" * (data.stat().st_size - 8192))
+    with pytest.raises(DamagedCache, match=r"cannot be (opened|read): .*`tcache reindex`"):
+        Index(tmp_path / "index.lmdb", writable=False).find([key(7)])
 
 
 def test_a_pickled_index_opens_for_reading(writer: Index) -> None:
@@ -361,6 +414,14 @@ def test_a_sealed_copy_does_not_know_what_came_later_and_says_how_old_it_is(tmp_
     assert writer.as_of == ""
 
 
+def test_a_sealed_copy_that_was_cut_short_is_damage(tmp_path: Path, writer: Index) -> None:
+    writer.commit(keys(0, 50_000))
+    copy = sealed_copy(writer, tmp_path / "index.sealed")
+    os.truncate(tmp_path / "index.sealed" / "data.mdb", 2**20)
+    with pytest.raises(DamagedCache, match=r"is cut short: 1048576 bytes, .*`tcache seal` makes it anew"):
+        copy.rows()
+
+
 def test_a_sealed_copy_of_another_cache_is_refused_each_time(tmp_path: Path, writer: Index) -> None:
     copy = sealed_copy(writer, tmp_path / "index.sealed", cache="that cache")
     for _ in range(2):
@@ -383,8 +444,14 @@ def test_a_full_disk_while_sealing_is_told_as_such(
     def fail(*arguments: object) -> None:
         raise lmdb.DiskError("mdb_txn_commit", 28)
 
-    monkeypatch.setattr(index_module, "_append_all", fail)
+    monkeypatch.setattr(index_module, "_fill", fail)
     with pytest.raises(DiskFull, match="no space left on the disk of"):
+        sealed_copy(writer, tmp_path / "index.sealed")
+
+
+def test_an_index_out_of_order_is_not_sealed(tmp_path: Path, writer: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "merge", lambda *entries: iter([(b"sealed", b"x"), (b"cache", b"y")]))
+    with pytest.raises(DamagedCache, match="the keys of 'meta' do not ascend"):
         sealed_copy(writer, tmp_path / "index.sealed")
 
 

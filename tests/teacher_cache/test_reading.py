@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, MissingRows
-from teacher_cache.storage import positioned, shards
+from teacher_cache.storage import mapping, positioned, shards
 from teacher_cache.storage.shards import ShardedArray
 from tests.teacher_cache.small_caches import built, numbered, passing_folder, said
 
@@ -60,7 +60,7 @@ def circumstances(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(shards, "in_memory", lambda *read: False)
     if request.param == "few files":
         monkeypatch.setattr(shards, "OPEN_SHARDS", 2)
-        monkeypatch.setattr(shards, "READ_BYTES", 3000)
+        monkeypatch.setattr(mapping, "_AT_A_TIME", 2)
 
 
 ORDERS: dict[str, Callable[[np.random.Generator], npt.NDArray[np.int64]]] = {

@@ -5,6 +5,8 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +72,14 @@ def test_a_row_list_that_went_after_the_sealing_is_told_with_its_time(tmp_path: 
         pytest.raises(DamagedCache, match=r"cannot be read.* as sealed at"),
     ):
         old.corpus("corpus")
+
+
+def test_vectors_that_went_after_the_sealing_are_told_with_its_time(cache: Path) -> None:
+    seal(cache)
+    (vectors,) = cache.glob("spaces/*/vectors.zarr")
+    shutil.rmtree(vectors)
+    with TeacherCache.open(cache, sealed=True) as old, pytest.raises(DamagedCache, match=r"is gone.* as sealed at"):
+        old.space()
 
 
 def test_a_cache_is_sealed_while_somebody_writes_to_it(cache: Path) -> None:
@@ -146,7 +156,7 @@ def in_a_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("moment", ["_append_all", "fsync", "replace"])
+@pytest.mark.parametrize("moment", ["_fill", "fsync", "replace"])
 def test_a_kill_while_sealing_leaves_the_older_copy(tmp_path: Path, cache: Path, moment: str) -> None:
     seal(cache)
     built(tmp_path, numbered(40), name="longer")
@@ -157,7 +167,7 @@ def test_a_kill_while_sealing_leaves_the_older_copy(tmp_path: Path, cache: Path,
         def die(*arguments: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(index if moment == "_append_all" else os, moment, die)
+        setattr(index if moment == "_fill" else os, moment, die)
         seal(cache)
 
     assert in_a_child(killed) == -signal.SIGKILL
@@ -221,3 +231,30 @@ def test_without_a_sealed_copy_a_lock_that_cannot_be_written_is_told(read_only: 
             reader.lookup(TEXTS)
 
     assert read_only(read) == 0
+
+
+def test_on_a_read_only_file_system_the_sealed_copy_is_read_and_nothing_else(tmp_path: Path, cache: Path) -> None:
+    """LMDB alone would open the index there without a lock."""
+    (tmp_path / "mounted").mkdir()
+    script = (
+        "from teacher_cache.cache import TeacherCache\n"
+        "with TeacherCache.open('mounted') as reader:\n"
+        "    try:\n        print(reader.rows, reader.index.folder.name)\n"
+        "    except Exception as error:\n        print(error)\n"
+    )
+
+    def mounted(*command: str) -> subprocess.CompletedProcess[str]:
+        mount = "mount --bind cache mounted && mount -o remount,ro,bind mounted"
+        return subprocess.run(
+            ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *command],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+        )
+
+    if shutil.which("unshare") is None or mounted("true").returncode:
+        pytest.skip("this user may not mount")
+    assert "not allowed to write to mounted/index.lmdb/lock.mdb" in mounted(sys.executable, "-c", script).stdout
+    seal(cache)
+    assert mounted(sys.executable, "-c", script).stdout == "20 index.sealed\n"

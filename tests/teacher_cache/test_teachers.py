@@ -78,7 +78,7 @@ class TestToy(TeacherContract):
 
     def test_vectors_are_the_same_on_every_machine(self, teacher: Teacher) -> None:
         first = teacher.encode(["a fixed text"])[0, :3]
-        np.testing.assert_allclose(first, [0.08471032, 0.26613092, 0.19265132], atol=1e-6)
+        np.testing.assert_allclose(first, [0.25237024, -0.24647467, 0.02048488], atol=1e-6)
 
     @given(st.lists(st.text(alphabet=st.characters(codec="utf-8"), max_size=20), unique=True, max_size=8))
     def test_different_texts_never_share_a_vector(self, texts: list[str]) -> None:

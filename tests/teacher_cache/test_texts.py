@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, DiskFull
+from teacher_cache.storage import texts as texts_module
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.text_key import text_key
@@ -50,19 +51,25 @@ def test_awkward_texts_are_different_and_come_back_exactly(tmp_path: Path) -> No
         assert cache.texts(np.arange(len(AWKWARD))) == AWKWARD
 
 
-def test_a_row_exists_for_readers_only_once_its_shard_is_committed(tmp_path: Path) -> None:
+def test_a_row_exists_for_readers_only_once_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts_module, "PUBLISHED_ROWS", 16)
     with TeacherCache.open(tmp_path / "cache", "a", shard_rows=8) as cache:
         reader = TeacherCache.open(tmp_path / "cache")
         with cache.appending() as appender:
-            appender.add(numbered(7))
+            appender.add(numbered(12))  # one shard is written, and not published alone
             assert reader.rows == 0
-            appender.add(numbered(5, start=7))
-            assert reader.rows == 8
-            assert reader.lookup(numbered(12)).tolist() == [*range(8), *[-1] * 4]
-        assert reader.rows == 12
+            appender.add(numbered(7, start=12))
+            assert reader.rows == 16
+            assert reader.lookup(numbered(19)).tolist() == [*range(16), *[-1] * 3]
+            assert appender.add(numbered(19)[::-1]).tolist() == [*range(19)][::-1]
+            assert reader.texts(np.arange(16)) == numbered(16)
+        assert reader.rows == 19
 
 
-def test_a_block_that_fails_keeps_whole_shards_and_nothing_else(tmp_path: Path) -> None:
+def test_a_block_that_fails_keeps_what_was_published_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts_module, "PUBLISHED_ROWS", 8)
     with TeacherCache.open(tmp_path / "cache", "a", shard_rows=8) as cache:
 
         def interrupted() -> None:
@@ -84,7 +91,7 @@ def test_a_full_disk_leaves_what_was_committed(tmp_path: Path, monkeypatch: pyte
             with cache.appending() as appender:
                 appender.add(numbered(count))
 
-        def full(*arguments: object) -> None:
+        def full(*arguments: object, **named: object) -> None:
             raise DiskFull("no space left")
 
         add(5)

@@ -1,28 +1,34 @@
 """Each kind of damage is found and named; a sound cache has none."""
 
+import os
+import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from teacher_cache.cache import TeacherCache
-from teacher_cache.errors import CacheNotFound, DamagedCache
+from teacher_cache.errors import CacheNotFound, DamagedCache, SpaceMismatch, SpaceNotFound
+from teacher_cache.reindex import reindex
+from teacher_cache.repair import repair
+from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import Change, ShardRecord, row_value, shard_key
 from teacher_cache.storage.texts import KEYS, TEXT
-from teacher_cache.teachers import TeacherOptions
+from teacher_cache.teachers import Encoded, TeacherOptions
 from teacher_cache.text_key import text_key
 from teacher_cache.verify import Verdict, verify
 from teacher_cache.view import SpaceView
-from tests.teacher_cache.small_caches import built, numbered, said
+from tests.teacher_cache.small_caches import TOY, built, numbered, said
+from tests.teacher_cache.toy_variants import Variant
 
 TEXTS = numbered(20)
 Change_ = Callable[[TeacherCache], None]
 
 
-@pytest.fixture(scope="module", params=["float16", "raw"])
+@pytest.fixture(scope="module", params=sorted(FORMATS))
 def sound(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     built(folder, TEXTS, storage=request.param)
@@ -50,9 +56,9 @@ def flip(file: Path, place: int) -> None:
     file.write_bytes(data)
 
 
-def publish(view: SpaceView, number: int, values: np.ndarray, present: np.ndarray) -> None:
-    """Write a shard with a record that is right for it, whatever the values are."""
-    receipt = view.vectors.write_shard(number, values, present)
+def publish(view: SpaceView, number: int, vectors: np.ndarray, present: np.ndarray) -> None:
+    """Write a shard with a record that is right for it, whatever the vectors are."""
+    receipt = view.vectors.write_shard(number, view.form.store(vectors), present)
     record = ShardRecord(receipt.digest, 0.0, receipt.size, present)
     view.index.commit([Change("shards", shard_key(view.array_name, number), record.pack())])
 
@@ -67,6 +73,8 @@ def test_a_sound_cache_has_no_damage(path: Path) -> None:
             "rows": 20,
             "deep": deep,
             "leftovers": [],
+            "asked": 0,
+            "largest_difference": None,
         }
 
 
@@ -139,12 +147,55 @@ def test_a_damaged_shard_gains_no_rows_and_stays_found(tmp_path: Path, path: Pat
 
 def test_a_nan_that_the_index_vouches_for_is_found_by_a_deep_check(path: Path) -> None:
     with TeacherCache.open(path, "a") as cache:
-        values = said(TEXTS[:8]).astype(np.float16)
+        values = said(TEXTS[:8])
         values[3, 7] = np.nan
         publish(cache.space(), 0, values, np.ones(8, dtype=bool))
     assert verify(path).ok
     (damage,) = verify(path, deep=True).damage
-    assert (damage.kind, damage.rows) == ("non_finite", 1)
+    assert (damage.kind, damage.rows, damage.shard) == ("non_finite", 1, 0)
+    assert "c/0/0 holds NaN or infinite numbers, row 3" in damage.where
+
+
+def test_a_nan_that_the_index_does_not_know_of_is_found_twice_over(path: Path) -> None:
+    with TeacherCache.open(path) as cache:
+        view = cache.space()
+        values = said(TEXTS[8:16])
+        values[[2, 5], 7] = np.nan
+        view.vectors.write_shard(1, view.form.store(values), np.ones(8, dtype=bool))
+    assert [(damage.kind, damage.rows) for damage in verify(path, deep=True).damage] == [
+        ("digest", 8),
+        ("non_finite", 2),
+    ]
+
+
+@pytest.mark.parametrize(("length", "fits"), [(1.0005, True), (0.9995, True), (1.1, False), (0.5, False)])
+def test_a_vector_of_another_length_in_a_normalised_space_is_found_by_a_deep_check(
+    path: Path, length: float, fits: bool
+) -> None:
+    with TeacherCache.open(path, "a") as cache:
+        values = said(TEXTS[:8])
+        values[3] *= length
+        publish(cache.space(), 0, values, np.ones(8, dtype=bool))
+    verdict = verify(path, deep=True)
+    assert verdict.ok == fits
+    for damage in verdict.damage:
+        assert (damage.kind, damage.rows) == ("norm", 1)
+        assert "c/0/0 holds vectors whose length is not 1, row 3" in damage.where
+
+
+def test_where_vectors_are_not_normalised_any_length_but_none_is_sound(tmp_path: Path) -> None:
+    built(tmp_path, TEXTS, teacher=TeacherOptions(model="toy", normalize=False))
+    path = tmp_path / "cache"
+    assert verify(path, deep=True).ok
+    with TeacherCache.open(path, "a") as cache:
+        values = said(TEXTS[:8]) * 100
+        publish(cache.space(), 0, values, np.ones(8, dtype=bool))
+        assert verify(path, deep=True).ok
+        values[4] = 0
+        publish(cache.space(), 0, values, np.ones(8, dtype=bool))
+    (damage,) = verify(path, deep=True).damage
+    assert (damage.kind, damage.rows) == ("norm", 1)
+    assert "length is not more than 0, row 4" in damage.where
 
 
 def test_a_promised_chunk_that_is_not_stored_is_damage(path: Path) -> None:
@@ -152,10 +203,68 @@ def test_a_promised_chunk_that_is_not_stored_is_damage(path: Path) -> None:
         view = cache.space()
         record = view.index.shard(view.array_name, 2)
         assert record is not None
-        view.vectors.write_shard(2, np.zeros((8, 32)), np.zeros(8, dtype=bool))
+        view.vectors.write_shard(2, view.vectors.empty(8), np.zeros(8, dtype=bool))
     (damage,) = verify(path).damage
     assert (damage.kind, damage.rows) == ("damaged_shard", 4)
-    assert "promised chunks are not stored" in damage.where
+    assert "promised chunks are not stored, rows 16 to 23" in damage.where
+
+
+def many_chunks(folder: Path, storage: str) -> Path:
+    """A cache of one shard with 160 rows, 32 in each chunk."""
+    TeacherCache.open(folder / "cache", "a", shard_rows=160).close()
+    built(folder, numbered(160), storage=storage)
+    return folder / "cache"
+
+
+@pytest.mark.parametrize("storage", ["float16", "compact", "float32"])
+def test_chunks_with_a_bad_checksum_are_named_by_their_rows(tmp_path: Path, storage: str) -> None:
+    path = many_chunks(tmp_path, storage)
+    file = vectors(path, 0)
+    with TeacherCache.open(path) as cache:
+        entries = cache.space().vectors.open_shard(0).entries
+    for chunk in (1, 2, 4):
+        flip(file, int(entries[chunk, 0]) + 9)
+    (damage,) = verify(path, deep=True).damage
+    assert (damage.kind, damage.rows) == ("damaged_shard", 96)
+    assert damage.where.endswith("lost: rows 32 to 95, 128 to 159")
+
+
+def test_a_shard_whose_index_is_damaged_is_lost_as_a_whole(path: Path) -> None:
+    flip(vectors(path, 1), -6)
+    (damage,) = verify(path).damage
+    assert (damage.kind, damage.rows) == ("damaged_shard", 8)
+    assert "its chunk index does not match; lost: rows 8 to 15" in damage.where
+
+
+def test_a_file_that_is_ahead_of_its_record_is_no_damage(tmp_path: Path, path: Path) -> None:
+    with TeacherCache.open(path, "a") as cache:  # a kill between the rename and the commit
+        with cache.appending() as appender:
+            appender.add(numbered(24))
+        view = cache.space()
+        before = view.column.record(2)
+        view.write(2, np.arange(20, 24), said(numbered(4, start=20)))
+        assert before is not None
+        cache.index.commit([Change("shards", shard_key(view.array_name, 2), before.pack())])
+    for deep in (False, True):
+        assert verify(path, deep=deep).damage == []
+
+
+def test_a_file_of_another_size_is_read_by_a_quick_check_too(path: Path) -> None:
+    with TeacherCache.open(path) as cache:  # whole, with sound checksums, and all the promised rows in it
+        view = cache.space()
+        present = np.arange(8) < 4
+        view.vectors.write_shard(1, view.form.store(said(TEXTS[:8])), np.ones(8, dtype=bool))
+        view.vectors.write_shard(2, view.form.store(said(TEXTS[:4])), present)
+        record = view.column.record(2)
+        assert record is not None
+        same_size = vectors(path, 2).stat().st_size == record.size
+    kinds_found = [damage.kind for damage in verify(path).damage]
+    with TeacherCache.open(path) as cache:
+        record = cache.space().column.record(1)
+        assert record is not None
+        expected = ["digest"] * ((vectors(path, 1).stat().st_size != record.size) + (not same_size))
+    assert kinds_found == expected
+    assert kinds(verify(path, deep=True)) == {"digest"}
 
 
 def test_a_key_that_is_not_the_hash_of_its_text_is_found_by_a_deep_check(path: Path) -> None:
@@ -168,16 +277,16 @@ def test_a_key_that_is_not_the_hash_of_its_text_is_found_by_a_deep_check(path: P
         cache.index.commit([Change("shards", shard_key(TEXT, 0), record.pack())])
     assert verify(path).ok
     (damage,) = verify(path, deep=True).damage
-    assert (damage.kind, damage.rows) == ("key", 1)
-    assert "1 keys are not the hash of their text, 0 are indexed under another row" in damage.where
+    assert (damage.kind, damage.rows, damage.array) == ("key", 1, KEYS)
+    assert damage.where == "shard 0 of the text table: 1 keys are not the hash of their text, row 2"
 
 
 def test_a_text_indexed_under_another_row_is_found_by_a_deep_check(path: Path) -> None:
     with TeacherCache.open(path, "a") as cache:
         cache.index.commit([Change("keys", text_key(TEXTS[2]), row_value(5))])
     (damage,) = verify(path, deep=True).damage
-    assert (damage.kind, damage.rows) == ("key", 1)
-    assert "0 keys are not the hash of their text, 1 are indexed under another row" in damage.where
+    assert (damage.kind, damage.rows, damage.array) == ("index", 1, KEYS)
+    assert "1 keys are indexed under another row or not at all, row 2" in damage.where
 
 
 def lose_a_key(cache: TeacherCache) -> None:
@@ -190,6 +299,10 @@ def lose_a_record(cache: TeacherCache) -> None:
 
 def promise_rows_beyond_the_table(cache: TeacherCache) -> None:
     publish(cache.space(), 2, said(numbered(8)), np.ones(8, dtype=bool))
+
+
+def promise_more_texts_than_there_are(cache: TeacherCache) -> None:
+    cache.index.commit([Change("meta", b"rows", row_value(18))])
 
 
 def promise_too_few_texts(cache: TeacherCache) -> None:
@@ -230,6 +343,22 @@ def test_a_row_list_that_names_rows_outside_the_table_is_damage(path: Path) -> N
     assert (damage.kind, damage.rows) == ("corpus", 2)
 
 
+def test_a_row_list_that_leads_to_other_texts_is_found_by_a_deep_check(path: Path) -> None:
+    (file,) = path.glob("corpora/corpus/rows-*.npy")
+    rows = np.load(file)
+    rows[3] = 4
+    np.save(file, rows)
+    assert verify(path).ok
+    (damage,) = verify(path, deep=True).damage
+    assert (damage.kind, damage.rows, damage.array) == ("corpus", 20, "corpora/corpus")
+    assert "leads to other texts" in damage.where
+
+
+def test_damaged_texts_are_no_damage_of_the_corpus_they_are_in(path: Path) -> None:
+    flip(path / TEXT / "c/0", 20)
+    assert [damage.array for damage in verify(path, deep=True).damage] == [TEXT]
+
+
 def test_a_damaged_space_does_not_hide_the_damage_of_another(tmp_path: Path) -> None:
     built(tmp_path, TEXTS)
     built(tmp_path, TEXTS, teacher=TeacherOptions(model="toy", dims=8))
@@ -240,6 +369,7 @@ def test_a_damaged_space_does_not_hide_the_damage_of_another(tmp_path: Path) -> 
     verdict = verify(path)
     assert [damage.kind for damage in verdict.damage] == ["damaged_space", "missing_shard"]
     assert str(one) in verdict.damage[0].where
+    assert verdict.damage[0].rows == 20
 
 
 def test_a_text_table_without_metadata_is_damage_and_no_crash(path: Path) -> None:
@@ -277,7 +407,7 @@ def test_a_check_beside_a_writer_finds_no_damage(tmp_path: Path) -> None:
 
     def write() -> None:
         try:
-            for start in range(0, 200, 10):
+            for start in range(0, 100, 10):
                 built(tmp_path, numbered(10 + start % 7, start=100 + start), name="growing")
         finally:
             done.set()
@@ -290,3 +420,103 @@ def test_a_check_beside_a_writer_finds_no_damage(tmp_path: Path) -> None:
     writer.join()
     assert len(verdicts) > 1
     assert [verdict.damage for verdict in verdicts if not verdict.ok] == []
+
+
+# With a teacher
+
+
+def test_a_teacher_is_asked_for_every_nth_row_again(path: Path) -> None:
+    verdict = verify(path, teacher=TOY, every=3)
+    assert verdict.ok
+    assert verdict.deep
+    assert verdict.asked == 7  # rows 0, 3, ..., 18
+    assert verdict.largest_difference is not None
+    assert verdict.largest_difference <= 1e-4
+
+
+def test_about_a_thousand_rows_are_asked_for_unless_told_otherwise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verify(path, teacher=TOY).asked == 20
+    monkeypatch.setattr("teacher_cache.verify.ASKED_ROWS", 4)
+    assert verify(path, teacher=TOY).asked == 4  # every fifth
+
+
+def test_rows_that_the_teacher_says_otherwise_are_named(path: Path) -> None:
+    with TeacherCache.open(path, "a") as cache:  # values and record agree, but they are of other texts
+        publish(cache.space(), 1, said([*TEXTS[8:12], *TEXTS[:4]]), np.ones(8, dtype=bool))
+    assert verify(path, deep=True).ok
+    verdict = verify(path, teacher=TOY, every=1)
+    (damage,) = verdict.damage
+    assert (damage.kind, damage.rows, verdict.asked) == ("teacher", 4, 20)
+    assert "4 of 20 rows differ" in damage.where
+    assert damage.where.endswith("row 12, 13, 14, 15")
+    assert verdict.largest_difference is not None
+    assert verdict.largest_difference > 0.5
+
+
+def test_a_teacher_that_now_says_nan_does_not_agree(tmp_path: Path) -> None:
+    built(tmp_path, ["fine", "nan now"], teacher=Fickle.options())
+    Fickle.broken = True
+    try:
+        verdict = verify(tmp_path / "cache", teacher=Fickle.options())
+    finally:
+        Fickle.broken = False
+    assert [(damage.kind, damage.rows) for damage in verdict.damage] == [("teacher", 1)]
+    assert verdict.largest_difference == pytest.approx(0, abs=1e-6)
+
+
+class Fickle(Variant):
+    """Gives NaN for some texts once it is broken."""
+
+    broken = False
+
+    def encode_counted(self, texts: Sequence[str]) -> Encoded:
+        encoded = super().encode_counted(texts)
+        if self.broken:
+            encoded.vectors[[text.startswith("nan") for text in texts]] = np.nan
+        return encoded
+
+
+def test_another_teacher_is_refused_by_the_field_in_which_it_differs(path: Path) -> None:
+    with pytest.raises(SpaceMismatch, match=r"differs in prompt: wanted 'query: ', cached ''"):
+        verify(path, teacher=TeacherOptions(model="toy", prompt="query: "))
+
+
+def test_a_cache_without_a_space_cannot_be_compared_with_a_teacher(tmp_path: Path) -> None:
+    TeacherCache.open(tmp_path, "a").close()
+    with pytest.raises(SpaceNotFound, match="has no embedding space yet"):
+        verify(tmp_path, teacher=TOY)
+
+
+def test_only_the_space_of_the_teacher_is_compared(tmp_path: Path) -> None:
+    built(tmp_path, TEXTS)
+    built(tmp_path, TEXTS[:7], teacher=TeacherOptions(model="toy", dims=8))
+    assert verify(tmp_path / "cache", teacher=TeacherOptions(model="toy", dims=8), every=1).asked == 7
+
+
+def test_progress_is_told_after_every_shard(path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    verdict = verify(path, deep=True, report=lambda done, total: told.append((done, total)))
+    assert told == [(2, 9), (4, 9), (6, 9), (7, 9), (8, 9), (9, 9)]
+    assert verdict.shards == 9
+
+
+def test_an_index_that_was_cut_short_is_damage_and_no_crash(tmp_path: Path) -> None:
+    built(tmp_path, numbered(3000))
+    data = tmp_path / "cache/index.lmdb/data.mdb"
+    os.truncate(data, data.stat().st_size // 2)
+    (damage,) = verify(tmp_path / "cache").damage
+    assert damage.kind == "damaged_cache"
+    assert re.search(r"is cut short: \d+ bytes, expected \d+; `tcache reindex`", damage.where)
+    assert reindex(tmp_path / "cache").ok
+    assert verify(tmp_path / "cache", deep=True).ok
+
+
+def test_pages_of_the_index_that_lmdb_finds_damaged_are_damage_and_no_crash(tmp_path: Path) -> None:
+    built(tmp_path, numbered(3000))
+    data = tmp_path / "cache/index.lmdb/data.mdb"
+    pages = bytearray(data.read_bytes())
+    pages[8 * 4096 :] = b"\xff" * (len(pages) - 8 * 4096)
+    data.write_bytes(pages)
+    assert "damaged_cache" in kinds(verify(tmp_path / "cache", deep=True))
+    with pytest.raises(DamagedCache, match="`tcache reindex`"):
+        repair(tmp_path / "cache")

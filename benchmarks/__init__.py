@@ -1,0 +1,1 @@
+"""Benchmarks: scripts that measure this project beside its alternatives in one run."""

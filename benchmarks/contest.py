@@ -1,0 +1,215 @@
+"""Contenders side by side: their processes, their data, and rounds in which each has its turn."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import CONTENDERS, REPEATED
+from benchmarks.resources import warm
+from benchmarks.vectors import write_vectors
+
+ROOT = Path(__file__).resolve().parent.parent
+# Nothing may ask a network.
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "LITDATA_DISABLE_VERSION_CHECK": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+Answer = dict[str, Any]
+
+
+class Absent(Exception):
+    """The contender's library is not installed."""
+
+
+class Failed(Exception):
+    """The contender raised; its log says where."""
+
+
+class Process:
+    """A contender's process, asked from this side.
+
+    Args:
+        root: folder of the contenders' data.
+        vectors: the .npy file that they are made from.
+    """
+
+    def __init__(self, name: str, root: Path, vectors: Path, rows: int, dims: int) -> None:
+        self.log = root / "logs" / f"{name.replace(', ', '-').replace(' ', '-')}.log"
+        home = root / "home"  # nothing may be left in somebody's own
+        for folder in (self.log.parent, home):
+            folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "benchmarks.contender", name, str(root), str(vectors), str(rows), str(dims)]
+        with open(self.log, "ab") as log:
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT), "HOME": str(home)},
+                cwd=home,
+            )
+
+    def ask(self, request: str, **arguments: Any) -> Answer:
+        """The answer to one request.
+
+        Raises:
+            Absent: the library is not there.
+            Failed: it raised, or ended.
+        """
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            self._child.stdin.write(json.dumps({"request": request, **arguments}).encode() + b"\n")
+            self._child.stdin.flush()
+            answer: Answer = json.loads(self._child.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            raise Failed(f"ended without an answer, see {self.log}") from None
+        if "absent" in answer:
+            raise Absent(answer["absent"])
+        if "failed" in answer:
+            raise Failed(answer["failed"])
+        return answer
+
+    def close(self) -> None:
+        """Let it end; some libraries' threads do not by themselves."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.close()
+        self._child.stdout.close()
+        try:
+            self._child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many vectors of which width."""
+
+    rows: int
+    dims: int
+
+
+class Contest:
+    """Contenders with their data under one folder; what is complete there is used again.
+
+    Attributes:
+        missing: contender -> "absent", or why it failed; it has no more turns.
+        bytes: contender -> size of its data.
+    """
+
+    def __init__(self, folder: Path, size: Size, only: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.size = size
+        self.only = only
+        self.missing: dict[str, str] = {}
+        self.bytes: dict[str, int] = {}
+
+    def root(self, rows: int) -> Path:
+        return self.folder / f"{rows}x{self.size.dims}"
+
+    def data(self, name: str, rows: int | None = None) -> Path:
+        """Folder of what a contender reads."""
+        return self.root(rows or self.size.rows) / {**CONTENDERS, **REPEATED}[name].data
+
+    def wanted(self, names: Iterable[str]) -> list[str]:
+        """Those that were asked for and are still in the contest."""
+        return [
+            name
+            for name in names
+            if name not in self.missing and (not self.only or any(part in name for part in self.only))
+        ]
+
+    @contextmanager
+    def running(self, name: str, rows: int | None = None) -> Iterator[Process]:
+        """The process of a contender whose data are written and open.
+
+        Raises:
+            Absent, Failed
+        """
+        rows = rows or self.size.rows
+        self._prepare(name, rows)
+        with self._process(name, rows) as process:
+            process.ask("open")
+            yield process
+
+    @contextmanager
+    def _process(self, name: str, rows: int) -> Iterator[Process]:
+        # A repeated shard is made from the first rows of the main file.
+        vectors = self._vectors(self.size.rows if name in REPEATED else rows)
+        process = Process(name, self.root(rows), vectors, rows, self.size.dims)
+        try:
+            process.ask("load")
+            yield process
+        finally:
+            process.close()
+
+    def _vectors(self, rows: int) -> Path:
+        path = self.root(rows) / "npy" / "vectors.npy"
+        complete = path.parent.with_suffix(".json")
+        if not complete.exists():
+            say(f"{rows} rows: made up")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_vectors(path, rows, self.size.dims)
+            complete.write_text(json.dumps({"bytes": path.stat().st_size}))
+        return path
+
+    def _prepare(self, name: str, rows: int) -> None:
+        """Write the contender's data in a process of its own, which a measured one must not remember."""
+        data = self.data(name, rows)
+        complete = data.with_suffix(".json")
+        if not complete.exists():
+            with self._process(name, rows) as process:
+                if not complete.exists():  # the memory map's are there by now
+                    say(f"{name}: writing {rows} rows")
+                    shutil.rmtree(data, ignore_errors=True)
+                    data.mkdir(parents=True)
+                    complete.write_text(json.dumps(process.ask("write")))
+        self.bytes[name] = json.loads(complete.read_text())["bytes"]
+
+    @contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """A contender that is absent or fails in the block has no more turns; the reason is noted and said."""
+        try:
+            yield
+        except (Absent, Failed) as error:
+            self.missing[name] = "absent" if isinstance(error, Absent) else f"failed: {error}"
+            say(f"{name}: {self.missing[name]}")
+
+    def rounds(
+        self, names: Iterable[str], count: int, ask: Callable[[Process, int], Answer]
+    ) -> dict[str, list[Answer]]:
+        """What each contender answers in `count` rounds, in each of which all have their turn.
+
+        Before them comes a turn with number -1, which does not count.
+        """
+        answers: dict[str, list[Answer]] = {}
+        with ExitStack() as stack:
+            processes: dict[str, Process] = {}
+            for name in self.wanted(names):
+                with self.noting(name):
+                    processes[name] = stack.enter_context(self.running(name))
+                    warm(self.data(name))
+            for number in range(-1, count):
+                for name in self.wanted(processes):
+                    with self.noting(name):
+                        answer = ask(processes[name], number)
+                        if number >= 0:
+                            answers.setdefault(name, []).append(answer)
+        return {name: found for name, found in answers.items() if len(found) == count}
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,120 @@
+"""`cache.json` and the arrays' `zarr.json`, written anew: all they say is in the index, or as this version has it."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from teacher_cache.cache import CACHE_JSON, FORMAT_VERSION, INDEX, LOCK
+from teacher_cache.errors import DamagedCache, FormatVersionError
+from teacher_cache.storage.codec import number_format
+from teacher_cache.storage.files import replacing
+from teacher_cache.storage.index import Index
+from teacher_cache.storage.lock import WriterLock
+from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.storage.texts import KEYS, TEXT, TextTable
+from teacher_cache.text_key import KEY_RULE
+from teacher_cache.view import SPACES, SpaceRecord, create_vectors
+
+
+@dataclass(frozen=True)
+class LostMetadata:
+    """A file that could not be read.
+
+    Attributes:
+        kind, where: as `verify` says.
+        restored: it is written anew; False where no shard proves what would be written.
+    """
+
+    kind: str
+    where: str
+    restored: bool
+
+
+def restore_metadata(path: Path) -> list[LostMetadata]:
+    """Write anew what cannot be read; a folder that was no cache is left alone.
+
+    Raises:
+        CacheLocked: someone is writing to it.
+        DamagedCache: the index cannot be opened, or neither it nor the texts' metadata tell the size of a shard.
+    """
+    found: list[LostMetadata] = []
+    if not (path / LOCK).exists() or not (path / TEXT).is_dir():
+        return found
+    lock = WriterLock(path / LOCK)
+    index = Index(path / INDEX, writable=False)
+    try:
+        shard_rows = _shard_rows(path, index)
+        if not _readable(path / CACHE_JSON):
+            record = {"format": FORMAT_VERSION, "key": KEY_RULE, "shard_rows": shard_rows}
+            with replacing(path / CACHE_JSON) as file:
+                file.write(json.dumps(record).encode())
+            found.append(LostMetadata("damaged_cache", f"{path / CACHE_JSON} could not be read", True))
+        for name, folder, make in _arrays(path, index, shard_rows) if Index.exists(index.folder) else ():
+            try:
+                ShardedArray(folder)
+            except (DamagedCache, FormatVersionError) as error:
+                kind = "damaged_space" if name.startswith(SPACES) else "damaged_cache"
+                found.append(LostMetadata(kind, str(error), _restore(index, name, folder, make)))
+    finally:
+        index.close()
+        lock.release()
+    return found
+
+
+def _shard_rows(path: Path, index: Index) -> int:
+    """Rows of a shard, which every record of the index shows by its length."""
+    if Index.exists(index.folder):
+        for _, record in index.iter_shards(TEXT):
+            return len(record.present)
+    return ShardedArray(path / TEXT).shard_rows
+
+
+def _readable(path: Path) -> bool:
+    try:
+        return "format" in json.loads(path.read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _arrays(path: Path, index: Index, shard_rows: int) -> Iterator[tuple[str, Path, Callable[[Path], ShardedArray]]]:
+    """Name and folder of every array, and what makes an empty one like it below another folder."""
+
+    def of_texts(name: str) -> Callable[[Path], ShardedArray]:
+        def make(scratch: Path) -> ShardedArray:
+            TextTable.create(scratch, shard_rows)
+            return ShardedArray(scratch / name)
+
+        return make
+
+    def of_vectors(record: SpaceRecord) -> Callable[[Path], ShardedArray]:
+        form = number_format(record.storage)
+        return lambda scratch: create_vectors(scratch / record.array, form, record.space.dims, shard_rows)
+
+    yield TEXT, path / TEXT, of_texts(TEXT)
+    yield KEYS, path / KEYS, of_texts(KEYS)
+    for slug, data in index.records("spaces").items():
+        record = SpaceRecord.from_json(data)
+        yield record.array_name, path / SPACES / slug / record.array, of_vectors(record)
+
+
+def _restore(index: Index, name: str, folder: Path, make: Callable[[Path], ShardedArray]) -> bool:
+    """Give an array the metadata of a new one, if a shard that is read with them has its digest."""
+    with tempfile.TemporaryDirectory() as scratch:
+        array = make(Path(scratch))
+        (array.folder / "c").symlink_to((folder / "c").absolute(), target_is_directory=True)
+        rows, proven = 0, False
+        for number, record in index.iter_shards(name):
+            rows = number * array.shard_rows + int(np.flatnonzero(record.present).max(initial=-1)) + 1
+            try:
+                proven = proven or array.codec.digest(array.read_shard(number, record.present)) == record.digest
+            except DamagedCache:
+                continue
+        if proven:
+            array.grow(rows)
+            with replacing(folder / "zarr.json") as file:
+                file.write((array.folder / "zarr.json").read_bytes())
+        return proven

@@ -1,0 +1,192 @@
+"""Take one embedding space out of a cache, with its texts, in a format that other tools read."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from teacher_cache.build import Progress
+from teacher_cache.cache import TeacherCache
+from teacher_cache.errors import CacheError, MissingDependency, MissingRows
+from teacher_cache.intake import CheckedVectors, checked_texts, worst_error
+from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, sync_folder
+from teacher_cache.transfer import FORMATS
+from teacher_cache.transfer.base import Block, Origin
+from teacher_cache.view import SpaceView
+
+BLOCK_RECORDS = 4096
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported.
+
+    Attributes:
+        rows: texts with their vectors, duplicates included.
+        quarantined: records left out because a vector of theirs was refused (without a corpus, texts).
+        missing: texts of the table that this space has no vector for, left out; 0 for a corpus.
+        dtype: of the exported numbers, "float16" or "float32".
+        corpus: None when the whole table was exported.
+    """
+
+    rows: int
+    dims: int
+    dtype: str
+    quarantined: int
+    missing: int
+    format: str
+    output: str
+    space: str
+    corpus: str | None
+    cache: str
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def export(
+    cache: str | Path,
+    output: str | Path,
+    form: str,
+    *,
+    space: str | None = None,
+    corpus: str | None = None,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> ExportReport:
+    """Write the texts and vectors of one space to `output`, which appears whole or not at all.
+
+    Args:
+        form: a name of `FORMATS`.
+        corpus: its records in their order, duplicates kept; the texts of a record of several come one after
+            the other. None exports every distinct text that has a vector, in row order.
+
+    Raises:
+        CacheError: `output` is there already, the format is unknown, or there is nothing to export.
+        MissingRows: the corpus has texts that were never encoded.
+        DamagedCache: what would be copied is not what was written.
+        MissingDependency: the format's library is absent.
+    """
+    started = time.monotonic()
+    output = Path(output)
+    module = _format(form, output)
+    with TeacherCache.open(cache) as table:
+        view = table.space(space)
+        if corpus is not None:
+            corpus = table.corpus(corpus).record.name
+        rows = _Rows(table, view, corpus)
+        if not rows.exported:
+            raise CacheError(f"space {view.slug} of {cache} has no vector for any row asked for: nothing to export")
+        origin = Origin(view.space, view.record.storage, corpus, worst_error(view))
+        with _appearing(output) as target:
+            module.write(target, _blocks(table, view, rows, origin.dtype, report), origin, rows.exported)
+        return ExportReport(
+            rows=rows.exported,
+            dims=view.dims,
+            dtype=np.dtype(origin.dtype).name,
+            quarantined=rows.quarantined,
+            missing=rows.missing,
+            format=form,
+            output=str(output),
+            space=view.slug,
+            corpus=corpus,
+            cache=str(cache),
+            seconds=round(time.monotonic() - started, 3),
+        )
+
+
+def _format(name: str, output: Path) -> Any:
+    if name not in FORMATS:
+        raise CacheError(f"unknown export format {name!r}; known: {', '.join(FORMATS)}")
+    module = import_module(FORMATS[name])
+    if module.LIBRARY and find_spec(module.LIBRARY) is None:
+        raise MissingDependency(f"exporting as {name} needs {module.LIBRARY}: pip install 'teacher-cache[formats]'")
+    if output.suffix.lower() != module.SUFFIX and module.SUFFIX:
+        raise CacheError(f"{output}: the name of a {name} file has to end with {module.SUFFIX}")
+    if os.path.lexists(output):
+        raise CacheError(f"{output} is there already; give another name, or remove it first")
+    return module
+
+
+class _Rows:
+    """Which rows are exported, in which order; counted before anything is written.
+
+    Raises:
+        MissingRows: see `export`.
+    """
+
+    def __init__(self, table: TeacherCache, view: SpaceView, corpus: str | None) -> None:
+        self._view = view
+        self._listed = None if corpus is None else table.corpus(corpus).rows
+        self._count = table.rows if self._listed is None else len(self._listed)
+        refused = np.fromiter(view.quarantined(), dtype=np.int64)
+        self.exported = self.quarantined = self.missing = 0
+        for records in self._records():
+            present = view.present(records.reshape(-1)).reshape(records.shape)
+            refusals = np.isin(records, refused) & ~present
+            absent = int((~present & ~refusals).sum())
+            if absent and corpus is not None:
+                raise MissingRows(
+                    f"corpus {corpus!r} has texts without a vector in space {view.slug}, the first of them row "
+                    f"{records[~present & ~refusals][0]}; `tcache build` with the same teacher fills it"
+                )
+            self.missing += absent
+            self.quarantined += int(refusals.any(axis=1).sum())
+            self.exported += int(present.all(axis=1).sum()) * records.shape[1]
+
+    def _records(self) -> Iterator[npt.NDArray[np.int64]]:
+        for start in range(0, self._count, BLOCK_RECORDS):
+            end = min(start + BLOCK_RECORDS, self._count)
+            yield np.arange(start, end)[:, None] if self._listed is None else np.asarray(self._listed[start:end])
+
+    def blocks(self) -> Iterator[npt.NDArray[np.int64]]:
+        """`(n,)` rows, without records of which a vector is not there."""
+        for records in self._records():
+            whole = self._view.present(records.reshape(-1)).reshape(records.shape).all(axis=1)
+            if whole.any():
+                yield records[whole].reshape(-1)
+
+
+def _blocks(
+    table: TeacherCache, view: SpaceView, rows: _Rows, dtype: str, report: Callable[[Progress], None]
+) -> Iterator[Block]:
+    progress = Progress(phase="writing", total=rows.exported, space=view.space.describe())
+    vectors = CheckedVectors(view)
+    for block in rows.blocks():
+        texts, keys = checked_texts(table.texts_table, block)
+        yield Block(texts, keys, vectors.gather(block, dtype))
+        progress.done += len(block)
+        report(progress)
+    if progress.done != rows.exported:
+        raise CacheError(
+            f"space {view.slug} changed while it was exported: {rows.exported} vectors were there, then "
+            f"{progress.done}; export it again"
+        )
+
+
+@contextmanager
+def _appearing(output: Path) -> Iterator[Path]:
+    """A path for a file or folder that is `output`, durable and whole, when the block has ended well."""
+    make_folder(output.parent)
+    temporary = output.with_name(f"{output.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    try:
+        yield temporary
+        for path in [temporary, *temporary.rglob("*")]:
+            sync_folder(path)  # fsync takes files and folders alike
+        if os.path.lexists(output):
+            raise CacheError(f"{output} has appeared meanwhile; give another name")
+        os.rename(temporary, output)
+        sync_folder(output.parent)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,305 @@
+"""What no reader needs is removed, what is named is dropped, and nothing else is touched."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from teacher_cache.build import build
+from teacher_cache.cache import TeacherCache
+from teacher_cache.convert import convert
+from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusNotFound, SpaceNotFound
+from teacher_cache.reclaim import ReclaimReport, reclaim
+from teacher_cache.repair import repair
+from teacher_cache.storage.index import Change
+from teacher_cache.teachers import TeacherOptions
+from teacher_cache.verify import verify
+from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, unequal_rows
+from tests.teacher_cache.toy_variants import BadVectors
+
+TEXTS = numbered(20)
+SMALL = TeacherOptions(model="toy", dims=8)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A cache of two spaces and two corpora."""
+    built(tmp_path, TEXTS)
+    built(tmp_path, TEXTS[:9], teacher=SMALL, name="few")
+    return tmp_path / "cache"
+
+
+def slug(path: Path, dims: int) -> str:
+    with TeacherCache.open(path) as cache:
+        return cache.space({"dims": dims}).slug
+
+
+def freed(report: ReclaimReport) -> list[tuple[str, str, int]]:
+    return [(one.what, one.where, one.bytes) for one in report.freed]
+
+
+def files(path: Path) -> set[str]:
+    """What lies in a cache, but for LMDB's and the lock."""
+    return {str(file.relative_to(path)) for file in path.rglob("*") if "index.lmdb/" not in str(file)}
+
+
+def assert_sound(path: Path) -> None:
+    assert verify(path, deep=True).damage == []
+    with TeacherCache.open(path) as cache:
+        assert unequal_rows(cache.space({"dims": 32}), TEXTS) == []
+        assert unequal_rows(cache.space({"dims": 8}), TEXTS[:9], SMALL) == []
+        assert cache.corpus("corpus").rows[:, 0].tolist() == list(range(20))
+        assert cache.corpus("few").rows[:, 0].tolist() == list(range(9))
+
+
+def test_a_tidy_cache_loses_nothing(path: Path) -> None:
+    before = files(path)
+    report = reclaim(path)
+    assert report.to_json() == {"bytes": 0, "freed": [], "kept": [], "dry_run": False}
+    assert files(path) == before
+    assert_sound(path)
+
+
+def half_a_shard(path: Path) -> str:
+    (found,) = path.glob(f"spaces/{slug(path, 32)}/vectors.zarr/c/1/0")
+    left = found.with_name("0.123.writing")
+    left.write_bytes(b"half a shard")
+    return str(left.relative_to(path))
+
+
+def half_an_index(path: Path) -> str:
+    (path / "index.lmdb.123.writing").mkdir()
+    (path / "index.lmdb.123.writing/data.mdb").write_bytes(b"half an ind.")
+    return "index.lmdb.123.writing"
+
+
+def damaged(path: Path) -> str:
+    (path / "damaged/texts/c").mkdir(parents=True)
+    (path / "damaged/texts/c/0").write_bytes(b"12 bytes ...")
+    return "damaged"
+
+
+def never_published(path: Path) -> str:
+    (path / "spaces/never@12345678/vectors.zarr/c/0").mkdir(parents=True)
+    (path / "spaces/never@12345678/vectors.zarr/c/0/0").write_bytes(b"12 bytes ...")
+    return "spaces/never@12345678"
+
+
+def converted(path: Path) -> str:
+    name = slug(path, 32)
+    (path / f"spaces/{name}/vectors-old.zarr").mkdir()
+    (path / f"spaces/{name}/vectors-old.zarr/zarr.json").write_bytes(b"12 bytes ...")
+    return f"spaces/{name}/vectors-old.zarr"
+
+
+def old_list(path: Path) -> str:
+    (path / "corpora/few/rows-0123456789abcdef.npy").write_bytes(b"12 bytes ...")
+    return "corpora/few/rows-0123456789abcdef.npy"
+
+
+def list_of_a_killed_build(path: Path) -> str:
+    (path / "corpora/other").mkdir()
+    (path / "corpora/other/rows.new").write_bytes(b"12 bytes ...")
+    return "corpora/other"
+
+
+@pytest.mark.parametrize(
+    ("leave", "what"),
+    [
+        (half_a_shard, "leftover"),
+        (half_an_index, "leftover"),
+        (damaged, "damaged"),
+        (never_published, "unpublished space"),
+        (converted, "old array"),
+        (old_list, "old row list"),
+        (list_of_a_killed_build, "old row list"),
+    ],
+)
+def test_what_nobody_needs_is_removed_and_counted(path: Path, leave: Callable[[Path], str], what: str) -> None:
+    before = files(path)
+    where = leave(path)
+    cluttered = files(path)
+    told = reclaim(path, dry_run=True)
+    assert freed(told) == [(what, where, 12)]
+    assert told.dry_run
+    assert files(path) == cluttered
+    assert freed(reclaim(path)) == freed(told)
+    assert files(path) == before
+    assert_sound(path)
+
+
+def test_the_array_that_a_conversion_has_put_in_place_stays(path: Path) -> None:
+    name = slug(path, 32)
+    description = path / "spaces" / name / "space.json"
+    before = description.read_bytes()
+    convert(path, "float32", name)
+    description.write_bytes(before)  # as a kill right after the commit leaves it
+    assert [(one.what, one.where) for one in reclaim(path).freed] == [("old array", f"spaces/{name}/vectors.zarr")]
+    assert json.loads(description.read_bytes())["array"] == "vectors-float32.zarr"
+    assert_sound(path)
+    assert freed(reclaim(path)) == []
+
+
+def test_shards_that_the_index_does_not_know_are_too_much_to_be_a_leftover(path: Path) -> None:
+    name = slug(path, 8)
+    with TeacherCache.open(path, "a") as cache:
+        cache.index.commit([Change("spaces", name.encode(), None)])
+    before = files(path)
+    report = reclaim(path)
+    assert report.freed == []
+    assert (
+        f"2 shards that the index does not know, more than a killed build leaves; `tcache gc {path} --space {name}`"
+        in (report.kept[0])
+    )
+    assert files(path) == before
+    assert [one.what for one in reclaim(path, spaces=[name]).freed] == ["space"]
+    assert not (path / "spaces" / name).exists()
+
+
+# Dropping
+
+
+@pytest.mark.parametrize("given", [8, "fingerprint"])
+def test_a_dropped_space_is_gone_and_the_others_stay(path: Path, given: object) -> None:
+    name = slug(path, 8)
+    with TeacherCache.open(path) as cache:
+        wanted = name if given == 8 else cache.space(name).space.fingerprint
+    held = sum(file.stat().st_size for file in (path / "spaces" / name).rglob("*") if file.is_file())
+    assert freed(reclaim(path, spaces=[wanted], dry_run=True)) == [("space", f"spaces/{name}", held)]
+    assert_sound(path)
+    assert freed(reclaim(path, spaces=[wanted])) == [("space", f"spaces/{name}", held)]
+    assert verify(path, deep=True).damage == []
+    with TeacherCache.open(path) as cache:
+        assert list(cache.spaces()) == [slug(path, 32)]
+        assert list(cache.index.iter_shards(f"spaces/{name}")) == []
+        assert unequal_rows(cache.space(), TEXTS) == []
+    assert built(path.parent, TEXTS[:9], teacher=SMALL, name="few").encoded == 9
+
+
+def test_a_dropped_space_forgets_what_it_refused(tmp_path: Path) -> None:
+    teacher = BadVectors.options()
+    name = built(tmp_path, ["nan 1", *TEXTS], teacher=teacher).space
+    reclaim(tmp_path / "cache", spaces=[name])
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        assert cache.index.quarantined(name) == {}
+
+
+def test_a_dropped_corpus_is_gone_and_its_texts_stay(path: Path) -> None:
+    report = reclaim(path, corpora=["corpus", "corpus"])
+    assert [(one.what, one.where) for one in report.freed] == [("corpus", "corpora/corpus")]
+    assert verify(path, deep=True).damage == []
+    with TeacherCache.open(path) as cache:
+        assert list(cache.corpora()) == ["few"]
+        assert cache.texts(np.arange(20)) == TEXTS
+    result = build(corpus_of(path.parent, TEXTS), TOY, path, name="corpus")
+    assert (result.cached, result.encoded) == (20, 0)
+    assert_sound(path)
+
+
+def test_what_is_not_there_is_named_before_anything_is_removed(path: Path) -> None:
+    damaged(path)
+    before = files(path)
+    for wanted, error in (({"spaces": ["toy@none"]}, SpaceNotFound), ({"corpora": ["../spaces"]}, CorpusNotFound)):
+        with pytest.raises(error):
+            reclaim(path, **wanted)  # type: ignore[arg-type]
+    with pytest.raises(SpaceNotFound):
+        reclaim(path, corpora=["few"], spaces=["toy"])  # two spaces have this name
+    assert files(path) == before
+    assert_sound(path)
+
+
+KILLED = """
+import os, shutil, signal, sys
+from teacher_cache.reclaim import reclaim
+real, at, calls = getattr(os, sys.argv[3]), int(sys.argv[4]), 0
+def cut_off(*arguments, **more):
+    global calls
+    calls += 1
+    if calls == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **more)
+setattr(os, sys.argv[3], cut_off)
+reclaim(sys.argv[1], spaces=[sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize("moment", [("rename", 1), ("unlink", 1), ("unlink", 3), ("rmdir", 2)])
+def test_a_kill_in_the_middle_leaves_a_space_that_is_dropped(path: Path, moment: tuple[str, int]) -> None:
+    name = slug(path, 8)
+    arguments = [str(path), name, moment[0], str(moment[1])]
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert verify(path, deep=True).damage == []
+    with TeacherCache.open(path) as cache:
+        assert name not in cache.spaces()
+    reclaim(path, spaces=[name] if moment[0] == "rename" else [])
+    assert not list((path / "spaces").glob("*8*.writing"))
+    assert os.listdir(path / "spaces") == [slug(path, 32)]
+
+
+# What lies outside
+
+
+def test_a_link_is_removed_and_what_it_leads_to_stays(path: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("mine")
+    (path / "damaged").symlink_to(outside)
+    (path / "spaces/never@12345678").symlink_to(outside)
+    (path / "corpora/corpus/rows-old.npy").symlink_to(outside / "precious")
+    (path / "spaces" / "x.1.writing").symlink_to(outside)
+    report = reclaim(path)
+    assert len(report.freed) == 4
+    assert report.bytes == 0
+    assert (outside / "precious").read_text() == "mine"
+    assert_sound(path)
+
+
+def test_what_lies_behind_a_link_is_left_to_its_owner(path: Path, tmp_path: Path) -> None:
+    shutil.move(path / "spaces", tmp_path / "elsewhere")
+    (path / "spaces").symlink_to(tmp_path / "elsewhere")
+    name = slug(path, 8)
+    never_published(path)
+    report = reclaim(path, spaces=[name])
+    assert report.freed == []
+    assert [kept.split(":")[0] for kept in report.kept] == [f"spaces/{name}", "spaces/never@12345678"]
+    assert (tmp_path / "elsewhere" / name / "space.json").exists()
+    with TeacherCache.open(path) as cache:
+        assert name not in cache.spaces()
+
+
+def test_files_of_someone_s_own_stay(path: Path) -> None:
+    (path / "notes.txt").write_text("mine")
+    (path / "corpora/mine").mkdir()
+    (path / "corpora/mine/notes.txt").write_text("mine")
+    (path / "corpora/few/notes.txt").write_text("mine")
+    before = files(path)
+    assert reclaim(path).freed == []
+    assert files(path) == before
+
+
+def test_what_a_repair_has_set_aside_is_removed(path: Path) -> None:
+    (found,) = path.glob(f"spaces/{slug(path, 32)}/vectors.zarr/c/1/0")
+    found.write_bytes(found.read_bytes()[:-20])
+    repair(path)
+    assert [one.what for one in reclaim(path).freed] == ["damaged"]
+    build(corpus_of(path.parent, TEXTS), TOY, path, name="corpus")
+    assert_sound(path)
+
+
+def test_nothing_is_removed_beside_a_writer(path: Path) -> None:
+    with TeacherCache.open(path, "a"), pytest.raises(CacheLocked):
+        reclaim(path)
+
+
+def test_a_folder_that_is_no_cache_is_not_made_one(tmp_path: Path) -> None:
+    with pytest.raises(CacheNotFound):
+        reclaim(tmp_path / "none")
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,398 @@
+"""A lost index is made again from the shards; what does not prove itself is left out and named."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teacher_cache import reindex as reindex_module
+from teacher_cache.build import build
+from teacher_cache.cache import TeacherCache
+from teacher_cache.convert import convert
+from teacher_cache.errors import CacheLocked, CacheNotFound, FormatVersionError
+from teacher_cache.reindex import ReindexReport, reindex
+from teacher_cache.repair import repair
+from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.index import Index
+from teacher_cache.storage.texts import KEYS, TEXT
+from teacher_cache.teachers import TeacherOptions
+from teacher_cache.verify import verify
+from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, passing_folder
+from tests.teacher_cache.toy_variants import BadVectors
+
+TEXTS = numbered(20)
+PAIRS = list(zip(TEXTS[:5], TEXTS[10:15], strict=True))
+
+
+def contents(path: Path) -> dict[str, object]:
+    """What the index knows, and the vectors it leads to."""
+    with TeacherCache.open(path) as cache:
+        rows = np.arange(cache.rows)
+        found: dict[str, object] = {"texts": cache.texts(rows), "rows": cache.lookup(cache.texts(rows)).tolist()}
+        for name, record in cache.corpora().items():
+            found[name] = (record, cache.corpus(name).rows.tolist())
+        for slug, view in cache.spaces().items():
+            present = rows[view.present(rows)]
+            found[slug] = (view.space, view.record.storage, present.tolist(), view.gather(present).tolist())
+        return found
+
+
+def lose_index(path: Path) -> None:
+    shutil.rmtree(path / "index.lmdb")
+
+
+def lose_data(path: Path) -> None:
+    (path / "index.lmdb/data.mdb").unlink()
+
+
+def spoil(path: Path) -> None:
+    (path / "index.lmdb/data.mdb").write_bytes(b"garbage" * 1000)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    built(tmp_path, TEXTS)
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("loss", [lose_index, lose_data, spoil])
+@pytest.mark.parametrize("storage", sorted(FORMATS))
+def test_a_lost_index_is_made_again_as_it_was(tmp_path: Path, storage: str, loss: Callable[[Path], None]) -> None:
+    built(tmp_path, TEXTS[:15], storage=storage)
+    built(tmp_path, [*TEXTS, TEXTS[0]], name="more", teacher=TeacherOptions(model="toy", dims=8))
+    built(tmp_path, PAIRS, name="pairs", storage=storage)
+    path = tmp_path / "cache"
+    before = contents(path)
+    loss(path)
+    report = reindex(path)
+    assert report.left_out == []
+    assert report.rows == 20
+    assert sorted(report.spaces.values()) == [15, 20]
+    assert report.corpora == ["corpus", "more", "pairs"]
+    assert contents(path) == before
+    assert verify(path, deep=True).damage == []
+    with TeacherCache.open(path) as cache:
+        for view in cache.spaces().values():
+            worst = {record.worst_error for _, record in cache.index.iter_shards(view.array_name)}
+            assert worst == {view.form.max_cosine_error}
+    result = build(corpus_of(tmp_path, TEXTS), TOY, path, name="corpus")
+    assert (result.cached, result.encoded) == (15, 5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 13), min_size=1, max_size=4), st.booleans())
+def test_whatever_was_built_in_whatever_steps_is_found_again(steps: list[int], many: bool) -> None:
+    with passing_folder() as folder:
+        at_a_time, reindex_module.SHARDS_AT_A_TIME = reindex_module.SHARDS_AT_A_TIME, 2 if many else 16
+        try:
+            texts = numbered(sum(steps))
+            for step in range(len(steps)):
+                built(Path(folder), texts[: sum(steps[: step + 1])], name=f"corpus-{step}")
+            before = contents(Path(folder) / "cache")
+            lose_index(Path(folder) / "cache")
+            assert reindex(Path(folder) / "cache").ok
+            assert contents(Path(folder) / "cache") == before
+        finally:
+            reindex_module.SHARDS_AT_A_TIME = at_a_time
+
+
+def test_an_index_that_was_there_is_set_aside(path: Path) -> None:
+    old = (path / "index.lmdb/data.mdb").read_bytes()
+    assert reindex(path).old == "is kept as damaged/index.lmdb"
+    assert (path / "damaged/index.lmdb/data.mdb").read_bytes() == old
+    assert verify(path, deep=True).ok
+
+
+def test_an_empty_cache_has_an_empty_index(tmp_path: Path) -> None:
+    TeacherCache.open(tmp_path, "a").close()
+    lose_index(tmp_path)
+    assert reindex(tmp_path).to_json() == {
+        "ok": True,
+        "rows": 0,
+        "spaces": {},
+        "corpora": [],
+        "left_out": [],
+        "old": "",
+    }
+    built(tmp_path.parent / "other", TEXTS)
+    assert verify(tmp_path, deep=True).ok
+
+
+def test_refused_vectors_are_asked_for_again(tmp_path: Path) -> None:
+    teacher = BadVectors.options()
+    built(tmp_path, ["nan 1", *TEXTS], teacher=teacher)
+    path = tmp_path / "cache"
+    lose_index(path)
+    assert list(reindex(path).spaces.values()) == [20]
+    result = built(tmp_path, ["nan 1", *TEXTS], teacher=teacher)
+    assert (result.cached, result.encoded, result.quarantined) == (20, 0, 1)
+
+
+def where(report: ReindexReport) -> list[str]:
+    return [left.where for left in report.left_out]
+
+
+def test_a_converted_space_is_found_in_its_newest_format(path: Path) -> None:
+    convert(path, "raw")
+    before = contents(path)
+    lose_index(path)
+    assert reindex(path).ok
+    assert contents(path) == before
+    assert verify(path, deep=True).ok
+
+
+# What does not prove itself
+
+
+def flip(file: Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 0x20
+    file.write_bytes(data)
+
+
+def shard(path: Path, number: int) -> Path:
+    (found,) = path.glob(f"spaces/*/vectors.zarr/c/{number}/0")
+    return found
+
+
+def test_a_vector_shard_that_does_not_decode_is_left_out_and_filled_by_a_build(tmp_path: Path, path: Path) -> None:
+    before = contents(path)
+    flip(shard(path, 1), 40)
+    lose_index(path)
+    report = reindex(path)
+    assert where(report) == [str(shard(path, 1).relative_to(path))]
+    assert "does not decode" in report.left_out[0].why
+    assert verify(path, deep=True).ok
+    assert build(corpus_of(tmp_path, TEXTS), TOY, path, name="corpus").encoded == 8
+    assert contents(path).keys() == before.keys()
+    assert contents(path)["texts"] == before["texts"]
+
+
+@pytest.mark.parametrize("storage", sorted(FORMATS))
+def test_rows_that_are_no_vectors_of_the_space_are_left_out(tmp_path: Path, storage: str) -> None:
+    built(tmp_path, TEXTS, storage=storage)
+    path = tmp_path / "cache"
+    with TeacherCache.open(path) as cache:
+        view = cache.space()
+        vectors = view.gather(np.arange(8))
+        vectors[2, 5] = np.nan
+        vectors[4] *= 2
+        view.vectors.write_shard(0, view.form.store(vectors), np.ones(8, dtype=bool))
+    lose_index(path)
+    report = reindex(path)
+    assert [left.why for left in report.left_out] == ["2 of its rows are no vectors of this space, or of no text"]
+    assert list(report.spaces.values()) == [18]
+    assert verify(path, deep=True).ok
+
+
+def test_a_space_without_its_description_is_left_out(path: Path) -> None:
+    (description,) = path.glob("spaces/*/space.json")
+    description.write_text("{}")
+    lose_index(path)
+    report = reindex(path)
+    assert where(report) == [str(description.parent.relative_to(path))]
+    assert report.spaces == {}
+
+
+def test_a_space_that_never_held_a_vector_is_not_mentioned(path: Path) -> None:
+    (path / "spaces/never@12345678").mkdir()
+    lose_index(path)
+    assert reindex(path).ok
+
+
+def change_list(file: Path) -> None:
+    rows = np.load(file)
+    rows[3] = 4
+    np.save(file, rows)
+
+
+def point_outside(file: Path) -> None:
+    rows = np.load(file)
+    rows[3] = 20
+    np.save(file, rows)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (change_list, "leads to texts with the fingerprint"),
+        (point_outside, "names rows outside the table of 20"),
+        (lambda file: file.write_bytes(b"garbage"), "cannot be read"),
+        (lambda file: file.with_name("corpus.json").unlink(), "No such file"),
+        (lambda file: file.with_name("corpus.json").write_text("{}"), "do not prove each other"),
+    ],
+)
+def test_a_row_list_that_does_not_have_its_fingerprint_is_left_out(
+    path: Path, damage: Callable[[Path], object], why: str
+) -> None:
+    (file,) = path.glob("corpora/corpus/rows-*.npy")
+    damage(file)
+    lose_index(path)
+    report = reindex(path)
+    assert where(report) == ["corpora/corpus"]
+    assert why in report.left_out[0].why
+    assert report.corpora == []
+    assert verify(path, deep=True).ok
+
+
+def test_a_corpus_s_record_lies_beside_its_row_list(path: Path) -> None:
+    with TeacherCache.open(path) as cache:
+        record = cache.corpora()["corpus"]
+    assert json.loads((path / "corpora/corpus/corpus.json").read_bytes()) == json.loads(record.to_json())
+
+
+# Texts
+
+UNCOMMITTED = """
+import os, signal, sys
+from pathlib import Path
+from teacher_cache.storage.index import Index
+def commit(self, changes, **more):
+    os.kill(os.getpid(), signal.SIGKILL)
+Index.commit = commit
+from tests.teacher_cache.small_caches import built, numbered
+built(Path(sys.argv[1]), numbered(int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("count", [21, 24, 27])
+def test_texts_whose_commit_was_cut_off_are_texts_like_others(tmp_path: Path, path: Path, count: int) -> None:
+    done = subprocess.run([sys.executable, "-c", UNCOMMITTED, str(tmp_path), str(count)], cwd=os.getcwd(), check=False)
+    assert done.returncode == -signal.SIGKILL
+    lose_index(path)
+    assert reindex(path).rows in (min(count, 24), count)  # the shards of one commit were on disk, with their keys
+    assert verify(path, deep=True).damage == []
+    result = build(corpus_of(tmp_path, numbered(count)), TOY, path, name="corpus")
+    assert (result.distinct, result.encoded) == (count, count - 20)
+    assert verify(path, deep=True).damage == []
+
+
+def test_texts_without_their_keys_are_kept_and_repair_makes_the_keys(path: Path) -> None:
+    before = contents(path)
+    for number in (1, 2):
+        (path / KEYS / f"c/{number}/0").unlink()
+    lose_index(path)
+    report = reindex(path)
+    assert where(report) == ["texts/keys/c/2/0", "texts/keys/c/1/0"]
+    assert report.rows == 20
+    assert repair(path).ok
+    assert contents(path) == before
+    assert verify(path, deep=True).ok
+
+
+def lose_text(file: Path) -> None:
+    file.unlink()
+
+
+def flip_text(file: Path) -> None:
+    flip(file, 20)
+
+
+def other_text(file: Path) -> None:
+    shutil.copyfile(file.with_name("0" if file.name != "0" else "1"), file)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("damage", [lose_text, flip_text, other_text])
+def test_damaged_texts_are_left_out_and_repair_restores_them_by_their_keys(
+    path: Path, damage: Callable[[Path], None], number: int
+) -> None:
+    before = contents(path)
+    damage(path / TEXT / f"c/{number}")
+    lose_index(path)
+    report = reindex(path)
+    assert where(report) == [f"texts/text/c/{number}"]
+    assert report.rows == 20
+    assert list(report.spaces.values()) == [20]
+    assert report.corpora == ["corpus"]  # its sources bring the texts back
+    assert repair(path).ok
+    assert contents(path) == before
+    assert verify(path, deep=True).ok
+
+
+def test_a_gap_of_texts_and_keys_keeps_the_rows_behind_it(path: Path) -> None:
+    (path / TEXT / "c/1").unlink()
+    (path / KEYS / "c/1/0").unlink()
+    lose_index(path)
+    report = reindex(path)
+    assert sorted(where(report)) == ["texts/keys/c/1/0", "texts/text/c/1"]
+    assert report.rows == 20
+    with TeacherCache.open(path) as cache:
+        assert cache.lookup(TEXTS).tolist() == [*range(8), *[-1] * 8, *range(16, 20)]
+        assert cache.space().present(np.arange(20)).all()
+
+
+# Kills and other writers
+
+KILLED = """
+import os, signal, sys
+from teacher_cache import reindex as module
+from teacher_cache.storage.index import Index
+name, at, calls = sys.argv[2], int(sys.argv[3]), 0
+owner = {"commit": Index, "rename": os, "sync_folder": module}[name]
+real = getattr(owner, name)
+def cut_off(*arguments, **more):
+    global calls
+    calls += 1
+    if calls == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **more)
+setattr(owner, name, cut_off)
+module.reindex(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("moment", [("commit", 1), ("commit", 3), ("rename", 1), ("rename", 2), ("sync_folder", 2)])
+def test_a_kill_leaves_what_was_there_or_the_new_index(path: Path, moment: tuple[str, int], lost: bool) -> None:
+    before = contents(path)
+    if lost:
+        lose_index(path)
+    name, at = moment
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), name, str(at)], check=False)
+    assert done.returncode == (0 if lost and moment == ("rename", 2) else -signal.SIGKILL)
+    if Index.exists(path / "index.lmdb"):
+        assert contents(path) == before
+    else:
+        assert verify(path).damage[0].kind == "damaged_cache"
+    assert reindex(path).ok
+    assert contents(path) == before
+    assert verify(path, deep=True).ok
+
+
+def test_nothing_is_reindexed_beside_a_writer(path: Path) -> None:
+    with TeacherCache.open(path, "a"), pytest.raises(CacheLocked):
+        reindex(path)
+    assert verify(path, deep=True).ok
+
+
+def test_what_is_no_cache_is_not_indexed(tmp_path: Path) -> None:
+    with pytest.raises(CacheNotFound):
+        reindex(tmp_path)
+    (tmp_path / "cache.json").write_text('{"format": 99}')
+    with pytest.raises(FormatVersionError):
+        reindex(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache.json"]
+
+
+def test_a_corpus_of_ours_is_found_by_its_name_alone(path: Path) -> None:
+    (path / "corpora/corpus").rename(path / "corpora/renamed")
+    lose_index(path)
+    report = reindex(path)
+    assert where(report) == ["corpora/renamed"]
+    assert "it describes corpus" in report.left_out[0].why
+
+
+def test_progress_is_told(path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    reindex(path, report=lambda done, total: told.append((done, total)))
+    assert told[-1] == (6, 6)
