@@ -38,7 +38,6 @@ class _Window:
     """What one window holds: records in ascending order, and where each position of the window finds its own."""
 
     epoch: int
-    number: int
     start: int
     places: Numbers
     rows: Numbers
@@ -96,14 +95,14 @@ class WindowedReader:
 
     def read(self, epoch: int, positions: Numbers) -> Batch:
         """The records at these positions of an epoch, all of one window; new arrays, the caller's to keep."""
-        window = self._window(epoch, self.order.window_of(int(positions[0])))
+        window = self._window(epoch, int(positions[0]))
         places = window.places[positions - window.start]
         vectors = np.empty((len(places), self.space.dims), dtype=self.dtype)
         if vectors.dtype == window.stored.dtype and vectors.shape[1] == window.stored.shape[1]:
-            np.take(window.stored, places, axis=0, out=vectors, mode="clip")
+            np.take(window.stored, places, axis=0, out=vectors, mode="clip")  # other modes buffer the result
         else:
             self.space.form.restore(window.stored[places], vectors)
-        wanted = places.tolist()
+        wanted = places.tolist() if window.texts else []
         return Batch([column[place] for column in window.texts for place in wanted], window.rows[places], vectors)
 
     def close(self) -> None:
@@ -113,10 +112,12 @@ class WindowedReader:
         self._thread = self._next = self._current = None
         self._buffers.clear()
 
-    def _window(self, epoch: int, number: int) -> _Window:
+    def _window(self, epoch: int, position: int) -> _Window:
+        """The window of a position, from now on the current one; the one behind it is read meanwhile."""
         current = self._current
-        if current is not None and (current.epoch, current.number) == (epoch, number):
+        if current is not None and current.epoch == epoch and 0 <= position - current.start < len(current.places):
             return current
+        number = self.order.window_of(position)
         pending, self._next = self._next, None
         if pending is not None and pending[0] == (epoch, number):
             window = pending[1].result()
@@ -143,7 +144,7 @@ class WindowedReader:
         if self.grouped and texts:
             lengths = np.fromiter(map(len, texts[0]), dtype=np.int64, count=len(first))
             places = self._by_length(places, lengths, np.random.default_rng((order.seed, epoch, order.rank, number, 1)))
-        return _Window(epoch, number, start, places, first, stored, texts, buffer)
+        return _Window(epoch, start, places, first, stored, texts, buffer)
 
     def _buffer(self, which: int, rows: int) -> Stored:
         if which not in self._buffers:

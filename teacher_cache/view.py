@@ -146,7 +146,7 @@ class SpaceView:
         missing = rows[~self.present(rows)]
         return MissingRows(
             f"space {self.slug} has no vector for {len(missing)} of {len(rows)} rows asked for, first row "
-            f"{missing[0]}; `tcache build` with the same teacher fills it"
+            f"{missing[0]}; `tcache build` with the same teacher fills it{self.index.as_of}"
         )
 
     def missing_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
