@@ -149,7 +149,7 @@ def format_size(vectors: npt.NDArray[np.floating], storage: str, folder: Path) -
             _, refused = view.write(number, rows, block)
             kept = np.setdiff1d(rows, np.fromiter(refused, dtype=np.int64))
             errors.append(cosine_errors(block[kept - start], view.gather(kept)))
-        size = sum(record.size for record in cache.index.shards(view.array_name).values())
+        size = sum(record.size for _, record in cache.index.iter_shards(view.array_name))
     found = np.concatenate(errors)
     return {"stored": len(found), "bytes": size, "worst": float(found.max()), "mean": float(found.mean())}
 

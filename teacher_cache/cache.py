@@ -410,6 +410,11 @@ def _make(path: Path, shard_rows: int) -> None:
     index = Index(path / INDEX, writable=True)
     index.commit([])
     index.close()
+    write_cache_json(path, shard_rows)  # last: from here on it is a cache
+
+
+def write_cache_json(path: Path, shard_rows: int) -> None:
+    """Say what the cache is, under a new id."""
     record = {"format": FORMAT_VERSION, "id": secrets.token_hex(16), "key": KEY_RULE, "shard_rows": shard_rows}
-    with replacing(path / CACHE_JSON) as file:  # last: from here on it is a cache
+    with replacing(path / CACHE_JSON) as file:
         file.write(json.dumps(record).encode())

@@ -60,6 +60,27 @@ class SourceRange(NamedTuple):
     n_records: int
 
 
+class Fingerprint:
+    """What tells one corpus from another: its texts in order, whatever file they stand in.
+
+    Lengths in front of the texts keep ("ab", "c") and ("a", "bc") apart, the number of columns keeps pairs and
+    single texts apart.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._digest = blake2b(columns.to_bytes(8, "little"), digest_size=16)
+
+    def add(self, text: bytes) -> None:
+        """The next text, as UTF-8."""
+        self._digest.update(len(text).to_bytes(8, "little"))
+        self._digest.update(text)
+
+    @property
+    def value(self) -> str:
+        """32 hex digits."""
+        return self._digest.hexdigest()
+
+
 class Corpus:
     """Records in corpus order, each with one text per column; opened with `Corpus.open`.
 
@@ -131,9 +152,7 @@ class Corpus:
         self._ranges = self._fingerprint = None
         counts = self.counts = dict.fromkeys(COUNTS, 0)
         ranges: list[SourceRange] = []
-        # Lengths in front of the texts keep ("ab", "c") and ("a", "bc") apart, the width keeps pairs and
-        # single texts apart.
-        digest = blake2b(len(self.columns).to_bytes(8, "little"), digest_size=16)
+        digest = Fingerprint(len(self.columns))
         batch: list[Record] = []
         for source in self._inputs:
             first = counts["records"]
@@ -150,8 +169,7 @@ class Corpus:
                         encoded = text.encode("utf-8")
                         counts["replaced_surrogates"] += 1
                     counts["nul"] += "\0" in text
-                    digest.update(len(encoded).to_bytes(8, "little"))
-                    digest.update(encoded)
+                    digest.add(encoded)
                     kept.append(text)
                 counts["records"] += 1
                 batch.append(tuple(kept))
@@ -161,7 +179,7 @@ class Corpus:
             ranges.append(SourceRange(source.origin, first, counts["records"] - first))
         if batch:
             yield batch
-        self._ranges, self._fingerprint = ranges, digest.hexdigest()
+        self._ranges, self._fingerprint = ranges, digest.value
 
     @property
     def name(self) -> str:

@@ -17,20 +17,24 @@ def describe(path: str | Path) -> dict[str, Any]:
     with TeacherCache.open(path) as cache:
         spaces = {}
         for slug, view in cache.spaces().items():
-            records = cache.index.shards(view.array_name).values()
+            present, stored, worst = 0, 0, 0.0
+            for _, record in cache.index.iter_shards(view.array_name):
+                present += int(record.present.sum())
+                stored += record.size
+                worst = max(worst, record.worst_error)
             refused = view.quarantined()
             listed = sorted(refused)[:LISTED]
             spaces[slug] = {
                 "dim": view.dims,
                 "storage": view.record.storage,
-                "present": sum(int(record.present.sum()) for record in records),
+                "present": present,
                 "quarantined": len(refused),
                 "quarantined_rows": [
                     {"row": row, "text": text, "reason": refused[row]}
                     for row, text in zip(listed, cache.texts(np.array(listed, dtype=np.int64)), strict=True)
                 ],
-                "bytes": sum(record.size for record in records),
-                "worst_error": max((record.worst_error for record in records), default=0.0),
+                "bytes": stored,
+                "worst_error": worst,
                 "teacher": view.space.teacher,
                 "fingerprint": view.space.fingerprint,
                 "description": view.space.describe(),

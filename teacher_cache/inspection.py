@@ -6,12 +6,12 @@ promises something else by then.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.cache import TeacherCache
+from teacher_cache.corpus import Fingerprint
 from teacher_cache.errors import CorpusNotFound, DamagedCache, FormatVersionError
 from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.column import Column
@@ -339,13 +339,11 @@ def fingerprint_of(table: TextTable, rows: npt.NDArray[np.int64]) -> str:
     Raises:
         DamagedCache: a text cannot be read.
     """
-    digest = blake2b(rows.shape[1].to_bytes(8, "little"), digest_size=16)
+    fingerprint = Fingerprint(rows.shape[1])
     for start in range(0, len(rows), _READ_RECORDS):
         for text in table.read(np.asarray(rows[start : start + _READ_RECORDS]).ravel()):
-            encoded = text.encode()
-            digest.update(len(encoded).to_bytes(8, "little"))
-            digest.update(encoded)
-    return digest.hexdigest()
+            fingerprint.add(text.encode())
+    return fingerprint.value
 
 
 def _chunk_rows(array: ShardedArray, rows: npt.NDArray[np.intp]) -> str:

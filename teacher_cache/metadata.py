@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from teacher_cache.cache import CACHE_JSON, FORMAT_VERSION, INDEX, LOCK
+from teacher_cache.cache import CACHE_JSON, INDEX, LOCK, write_cache_json
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.storage.codec import number_format
 from teacher_cache.storage.files import replacing
@@ -16,7 +16,6 @@ from teacher_cache.storage.index import Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
-from teacher_cache.text_key import KEY_RULE
 from teacher_cache.view import SPACES, SpaceRecord, create_vectors
 
 
@@ -49,9 +48,7 @@ def restore_metadata(path: Path) -> list[LostMetadata]:
     try:
         shard_rows = _shard_rows(path, index)
         if not _readable(path / CACHE_JSON):
-            record = {"format": FORMAT_VERSION, "key": KEY_RULE, "shard_rows": shard_rows}
-            with replacing(path / CACHE_JSON) as file:
-                file.write(json.dumps(record).encode())
+            write_cache_json(path, shard_rows)
             found.append(LostMetadata("damaged_cache", f"{path / CACHE_JSON} could not be read", True))
         for name, folder, make in _arrays(path, index, shard_rows) if Index.exists(index.folder) else ():
             try:

@@ -102,7 +102,7 @@ class SpaceView:
 
     def present_count(self) -> int:
         """How many rows have a vector."""
-        return sum(int(r.present.sum()) for r in self.index.shards(self.array_name).values())
+        return sum(int(record.present.sum()) for _, record in self.index.iter_shards(self.array_name))
 
     def quarantined(self, rows: range | None = None) -> dict[int, str]:
         """Row -> why its vector was refused; of all rows, or of a range."""

@@ -307,10 +307,6 @@ class Index:
         for number, value in self._under("shards", array):
             yield number, ShardRecord.unpack(value)
 
-    def shards(self, array: str) -> dict[int, ShardRecord]:
-        """Every shard record of one array, by shard number."""
-        return dict(self.iter_shards(array))
-
     def quarantined(self, space: str, rows: range | None = None) -> dict[int, str]:
         """Row -> reason, for rows whose vector was refused; of all of them, or of a range."""
         first, stop = (0, None) if rows is None else (rows.start, rows.stop)

@@ -52,7 +52,7 @@ def worst_error(path: Path) -> float:
     """Largest 1 - cos that the index admits of a stored vector."""
     with TeacherCache.open(path) as cache:
         view = cache.space()
-        return max(record.worst_error for record in cache.index.shards(view.array_name).values())
+        return max(record.worst_error for _, record in cache.index.iter_shards(view.array_name))
 
 
 def files(path: Path) -> dict[str, bytes]:

@@ -68,9 +68,9 @@ def test_a_known_key_has_its_row_and_an_unknown_one_minus_one(writer: Index) -> 
 def test_shard_records_come_by_number_and_by_array_name(writer: Index) -> None:
     names = [("a", 300), ("a", 2), ("ab", 0), ("a/b", 1)]
     writer.commit([Change("shards", shard_key(name, number), record(number)) for name, number in names])
-    assert {number: found.size for number, found in writer.shards("a").items()} == {2: 2, 300: 300}
-    assert list(writer.shards("a")) == [2, 300]
-    assert list(writer.shards("b")) == []
+    assert {number: found.size for number, found in writer.iter_shards("a")} == {2: 2, 300: 300}
+    assert [number for number, _ in writer.iter_shards("a")] == [2, 300]
+    assert list(writer.iter_shards("b")) == []
     assert writer.shard("ab", 1) is None
 
 
