@@ -3,10 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class Process:
                 stderr=log,
                 env={**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT), "HOME": str(home)},
                 cwd=home,
+                start_new_session=True,
             )
 
     def ask(self, request: str, **arguments: Any) -> Answer:
@@ -81,8 +83,21 @@ class Process:
             raise Failed(answer["failed"])
         return answer
 
+    def pause(self) -> None:
+        """Stop it and what it has started: some libraries' threads never rest, and there are few processors."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # it has ended, which the next question tells
+            os.killpg(self._child.pid, number)
+
     def close(self) -> None:
         """Let it end; some libraries' threads do not by themselves."""
+        self.resume()
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.close()
@@ -202,10 +217,13 @@ class Contest:
                 with self.noting(name):
                     processes[name] = stack.enter_context(self.running(name))
                     warm(self.data(name))
+                    processes[name].pause()
             for number in range(-1, count):
                 for name in self.wanted(processes):
                     with self.noting(name):
+                        processes[name].resume()
                         answer = ask(processes[name], number)
+                        processes[name].pause()
                         if number >= 0:
                             answers.setdefault(name, []).append(answer)
         return {name: found for name, found in answers.items() if len(found) == count}

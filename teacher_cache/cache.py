@@ -37,7 +37,7 @@ from teacher_cache.storage.texts import TEXT, TextAppender, TextTable
 from teacher_cache.text_key import KEY_RULE, text_keys
 from teacher_cache.view import SPACES, SpaceRecord, SpaceView, create_vectors
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHARD_ROWS = 8192
 CACHE_JSON = "cache.json"
 CORPUS_JSON = "corpus.json"

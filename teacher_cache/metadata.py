@@ -63,7 +63,7 @@ def restore_metadata(path: Path) -> list[LostMetadata]:
 
 
 def _shard_rows(path: Path, index: Index) -> int:
-    """Rows of a shard, which every record of the index shows by its length."""
+    """Rows of a shard, which every record of the index says."""
     if Index.exists(index.folder):
         for _, record in index.iter_shards(TEXT):
             return len(record.present)

@@ -3,7 +3,7 @@
 Nothing outside the cache's folder is touched. A symbolic link is removed itself, never what it leads to.
 
 The index is not made smaller. Its pages are used again, texts are never taken out of it, and a dropped space frees
-a thousandth of a byte for each byte of its vectors; whoever has the old file open would never see a new one.
+hardly anything in it; whoever has the old file open would never see a new one.
 """
 
 import os

@@ -151,6 +151,7 @@ class WindowedReader:
             # The last window of an epoch may hold a smaller batch more.
             largest = min(len(self.order), self.order.window + self.order.batch)
             self._buffers[which] = self.space.vectors.empty(largest)
+            self._buffers[which].fill(0)  # in memory from the start: what fits the first window fits all
         return self._buffers[which][:rows]
 
     def _by_length(self, places: Numbers, lengths: Numbers, random: np.random.Generator) -> Numbers:

@@ -50,7 +50,7 @@ SEALED_AT_A_TIME = 2**18
 _ROW = struct.Struct("<Q")
 _NO_ROW = b"\xff" * 8  # -1 when read as int64
 _ORDERED = struct.Struct(">Q")  # big-endian, so that LMDB's byte order is number order
-_RECORD = struct.Struct("<16sdQ")
+_RECORD = struct.Struct("<16sdQII")
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,18 @@ class ShardRecord:
     present: npt.NDArray[np.bool_]
 
     def pack(self) -> bytes:
-        return _RECORD.pack(self.digest, self.worst_error, self.size) + np.packbits(self.present).tobytes()
+        gaps = np.flatnonzero(~self.present)
+        rows = len(self.present)
+        first = int(gaps[0]) if len(gaps) else rows
+        header = _RECORD.pack(self.digest, self.worst_error, self.size, rows, first)
+        # Nearly all shards hold their first rows and no others: the bits would be most of the record.
+        return header + np.packbits(self.present).tobytes() if self.present[first:].any() else header
 
     @classmethod
     def unpack(cls, data: bytes) -> "ShardRecord":
-        digest, worst_error, size = _RECORD.unpack_from(data)
-        present = np.unpackbits(np.frombuffer(data, np.uint8, offset=_RECORD.size)).astype(bool)
+        digest, worst_error, size, rows, first = _RECORD.unpack_from(data)
+        bits = np.frombuffer(data, np.uint8, offset=_RECORD.size)
+        present = np.unpackbits(bits, count=rows).astype(bool) if len(bits) else np.arange(rows) < first
         return cls(digest, worst_error, size, present)
 
 

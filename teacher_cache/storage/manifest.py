@@ -6,7 +6,6 @@ corpus of the same name is one index transaction, and whoever reads the old one 
 """
 
 import json
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache
 from teacher_cache.storage.files import replacing
+from teacher_cache.storage.positioned import read_all
 
 CORPORA = "corpora"
 
@@ -91,12 +91,26 @@ class Manifest:
                 f"({record.records}, {len(record.columns)}); build it again"
             )
         self.rows: npt.NDArray[np.int64] = rows
+        self._path = path
+        self._offset = rows.offset
 
     def rows_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`(n, k)` rows of records by their number; the map's pages are let go again."""
-        rows = np.asarray(self.rows[records])
-        self.rows.base.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]
-        return rows
+        """`(n, k)` rows of records by their number.
+
+        By reads and not through the map, whose pages would count as this process's memory.
+        """
+        width = self.rows.shape[1]
+        out = np.empty((len(records), width), dtype=np.int64)
+        if len(records):
+            first = np.concatenate([[0], np.flatnonzero(records[1:] - records[:-1] != 1) + 1]).tolist()
+            with open(self._path, "rb") as file:
+                read_all(
+                    [
+                        (file.fileno(), self._offset + 8 * width * int(records[start]), out[start:stop])
+                        for start, stop in zip(first, [*first[1:], len(records)], strict=True)
+                    ]
+                )
+        return out
 
     def __len__(self) -> int:
         return len(self.rows)

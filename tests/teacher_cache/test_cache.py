@@ -119,7 +119,7 @@ def test_another_format_version_is_refused_and_named(tmp_path: Path, cache: Teac
     path = cache.path / "cache.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     for mode in ("r", "a"):
-        with pytest.raises(FormatVersionError, match="is in cache format 99, this version reads format 1"):
+        with pytest.raises(FormatVersionError, match="is in cache format 99, this version reads format 2"):
             TeacherCache.open(cache.path, mode)  # type: ignore[arg-type]
 
 
