@@ -216,11 +216,11 @@ class Contest:
             for name in self.wanted(names):
                 with self.noting(name):
                     processes[name] = stack.enter_context(self.running(name))
-                    warm(self.data(name))
                     processes[name].pause()
             for number in range(-1, count):
                 for name in self.wanted(processes):
                     with self.noting(name):
+                        warm(self.data(name))  # the system may have dropped what lay idle while others had their turn
                         processes[name].resume()
                         answer = ask(processes[name], number)
                         processes[name].pause()

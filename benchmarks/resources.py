@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-SAMPLE_SECONDS = 0.01
+SAMPLE_SECONDS = 0.05
 _STATUS = Path("/proc/self/status")
 
 
