@@ -159,6 +159,8 @@ class DistillTrainer(SharpnessMixin, Trainer):
 
     @staticmethod
     def _sampler(config: RunConfig, records: int, rank: int, ranks: int) -> StreamingSampler:
+        if records < ranks:
+            raise ConfigError(f"{records} records for {ranks} processes: there has to be one for each; start fewer")
         order = WindowedShuffle(
             records,
             config.training.per_device_train_batch_size,

@@ -67,7 +67,14 @@ def convert(
             return Conversion(view.slug, storage, storage, 0, _worst(view), size, size)
         after = replace(before, storage=storage, array=f"vectors-{storage}.zarr")
         folder = cache.path / SPACES / view.slug
-        shutil.rmtree(folder / after.array, ignore_errors=True)  # left by a conversion that was interrupted
+        # Left by a conversion that was interrupted, or by one that this one takes back.
+        cache.index.commit(
+            [
+                Change("shards", shard_key(after.array_name, number), None)
+                for number, _ in cache.index.iter_shards(after.array_name)
+            ]
+        )
+        shutil.rmtree(folder / after.array, ignore_errors=True)
         array = create_vectors(folder / after.array, form, view.dims, cache.shard_rows)
         changes = [Change("spaces", view.slug.encode(), after.to_json())]
         size_before = size = done = 0
@@ -75,10 +82,8 @@ def convert(
         total = view.present_count()
         for number, record in cache.index.iter_shards(view.array_name):
             new = _convert_shard(view, record, number, array, form)
-            changes += [
-                Change("shards", shard_key(view.array_name, number), None),
-                Change("shards", shard_key(after.array_name, number), new.pack()),
-            ]
+            # The old records stay with the old files: who has the space open asks for them shard by shard.
+            changes.append(Change("shards", shard_key(after.array_name, number), new.pack()))
             size_before, size, worst = size_before + record.size, size + new.size, max(worst, new.worst_error)
             done += int(record.present.sum())
             report(done, total)

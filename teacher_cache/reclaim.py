@@ -9,7 +9,7 @@ hardly anything in it; whoever has the old file open would never see a new one.
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from teacher_cache.repair import DAMAGED
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, replacing, sync_folder
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.storage.manifest import CORPORA
-from teacher_cache.view import SPACES
+from teacher_cache.view import SPACES, SpaceRecord
 
 # Shard files that a build may leave in a space which was never published: its first commit publishes it.
 UNPUBLISHED_SHARDS = 1
@@ -129,11 +129,17 @@ class _Sweep:
         """Forget a space in one transaction, then remove its folder."""
         index, record = self.cache.index, self.cache.space_records().get(slug)
         if record is not None and not self.dry_run:
-            array = record.array_name
-            changes = [Change("shards", shard_key(array, number), None) for number, _ in index.iter_shards(array)]
+            folder = self.cache.path / SPACES / slug
+            arrays = {record.array, *(array.name for array in folder.glob("vectors*.zarr"))}
+            changes = [change for array in sorted(arrays) for change in self._forgotten(replace(record, array=array))]
             changes += [Change("quarantine", quarantine_key(slug, row), None) for row in index.quarantined(slug)]
             index.commit([*changes, Change("spaces", slug.encode(), None)])
         self._remove("space", self.cache.path / SPACES / slug)
+
+    def _forgotten(self, record: SpaceRecord) -> list[Change]:
+        """What takes the shards of one array of a space out of the index."""
+        array = record.array_name
+        return [Change("shards", shard_key(array, number), None) for number, _ in self.cache.index.iter_shards(array)]
 
     def drop_corpus(self, name: str) -> None:
         """Forget a corpus, then remove its row list."""
@@ -155,6 +161,9 @@ class _Sweep:
                     # be made again from.
                     with replacing(folder / "space.json") as file:
                         file.write(known[slug].to_json())
+                if not self.dry_run:
+                    gone = [replace(known[slug], array=array.name) for array in old]
+                    self.cache.index.commit([change for record in gone for change in self._forgotten(record)])
                 for array in old:
                     self._remove("old array", array)
                 continue

@@ -6,7 +6,7 @@ come from the cache.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,7 +96,13 @@ class WindowedReader:
     def read(self, epoch: int, positions: Numbers) -> Batch:
         """The records at these positions of an epoch, all of one window; new arrays, the caller's to keep."""
         window = self._window(epoch, int(positions[0]))
-        places = window.places[positions - window.start]
+        within = positions - window.start
+        if int(within.min()) < 0 or int(within.max()) >= len(window.places):
+            raise IndexError(
+                f"positions {positions.min()} to {positions.max()} of an epoch lie in more than one window; that of "
+                f"the first begins at {window.start} and has {len(window.places)}"
+            )
+        places = window.places[within]
         vectors = np.empty((len(places), self.space.dims), dtype=self.dtype)
         if vectors.dtype == window.stored.dtype and vectors.shape[1] == window.stored.shape[1]:
             np.take(window.stored, places, axis=0, out=vectors, mode="clip")  # other modes buffer the result
@@ -123,7 +129,8 @@ class WindowedReader:
             window = pending[1].result()
         else:
             if pending is not None:
-                pending[1].result()  # its buffer is written to until then
+                wait([pending[1]])  # its buffer is written to until then; nobody asks what came of it
+            self._current = None  # its buffer may be the one that is written to, and the reading may fail
             window = self._load(epoch, number, 0)
         self._current = window
         following = (epoch, number + 1) if number + 1 < self.order.windows else (epoch + 1, 0)
@@ -158,9 +165,9 @@ class WindowedReader:
         """The permuted places with batches of similar lengths; a smaller last batch stays last."""
         batch = self.order.batch
         group = batch * self.grouped
-        for start in range(0, len(places), group):
-            part = places[start : start + group]
-            places[start : start + group] = part[np.argsort(lengths[part], kind="stable")]
-        whole = len(places) // batch * batch
+        whole = len(places) // batch * batch  # what is left over is not sorted: the longest would always be in it
+        for start in range(0, whole, group):
+            part = places[start : min(start + group, whole)]
+            part[:] = part[np.argsort(lengths[part], kind="stable")]
         batches = places[:whole].reshape(-1, batch)
         return np.concatenate([batches[random.permutation(len(batches))].ravel(), places[whole:]])

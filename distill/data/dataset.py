@@ -87,7 +87,6 @@ class CachedDataset(Dataset[Batch]):
     def handles(self) -> tuple[TeacherCache, SpaceView, Manifest]:
         """Cache, space and corpus as this process has opened them."""
         if self._open is None or self._process != os.getpid():  # a thread may have held a lock across the fork
-            self._process = os.getpid()
             cache = TeacherCache.open(self.cache_path)
             manifest = cache.corpus(self.corpus_name)
             if manifest.record.fingerprint != self.fingerprint:
@@ -95,6 +94,7 @@ class CachedDataset(Dataset[Batch]):
                     f"corpus {self.corpus_name!r} of {self.cache_path} was built anew while it was being read"
                 )
             self._open = (cache, cache.space(self.space_slug), manifest)
+            self._process = os.getpid()
         return self._open
 
     def __len__(self) -> int:

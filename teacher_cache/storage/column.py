@@ -3,6 +3,7 @@
 Texts, keys and the vectors of each space are columns; all are read through here.
 """
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ class Column:
         self.shard_rows = self.array.shard_rows
         # First row behind those that each shard holds without a gap: nearly always all that need be looked at.
         self._ends = np.zeros(64, dtype=np.int64)
+        self._growing = threading.Lock()  # a thread must not put a shorter one in place of another's
         self._gappy: dict[int, ShardRecord] = {}
 
     def record(self, number: int) -> ShardRecord | None:
@@ -41,8 +43,14 @@ class Column:
         try:
             mask = rows < self._ends[shard_of]
         except IndexError:
-            top = max(int(shard_of.max()), -int(shard_of.min()))
-            self._ends = np.pad(self._ends, (0, max(top + 1, 2 * len(self._ends)) - len(self._ends)))
+            inside = (rows >= 0) & (rows < self.index.rows())
+            if not inside.all():  # nothing grows for rows that no table has
+                inside[inside] = self.present(rows[inside])
+                return inside
+            with self._growing:
+                short = int(shard_of.max()) + 1 - len(self._ends)
+                if short > 0:
+                    self._ends = np.pad(self._ends, (0, max(short, len(self._ends))))
             mask = rows < self._ends[shard_of]
         if mask.all() and rows.min(initial=0) >= 0:
             return mask
@@ -60,6 +68,7 @@ class Column:
             if newest is None:
                 return np.zeros(len(within), dtype=bool)
             if known is None or newest.digest != known.digest:
+                # Records without gaps are not kept: the file may be another than the one that was opened.
                 self.array.forget(number)
             known = newest
             gaps = np.flatnonzero(~known.present)

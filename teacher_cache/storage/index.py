@@ -180,7 +180,7 @@ class Index:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Every read of this thread's block sees the same state, whatever a writer commits meanwhile."""
+        """Every read of the block sees the same state, whatever a writer commits; other threads have to wait."""
         with self._reading() as state:
             self._snapshot = state
             try:

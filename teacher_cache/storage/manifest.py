@@ -7,6 +7,7 @@ corpus of the same name is one index transaction, and whoever reads the old one 
 
 import json
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -81,6 +82,9 @@ class Manifest:
         path = record.file(cache)
         try:
             rows = np.load(path, mmap_mode="r", allow_pickle=False)
+            # Kept open: a writer that replaces the corpus removes the name.
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
         except (OSError, ValueError) as error:
             raise DamagedCache(
                 f"the row list of corpus {record.name!r} ({path}) cannot be read: {error}; build it again"
@@ -91,7 +95,6 @@ class Manifest:
                 f"({record.records}, {len(record.columns)}); build it again"
             )
         self.rows: npt.NDArray[np.int64] = rows
-        self._path = path
         self._offset = rows.offset
 
     def rows_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -102,14 +105,18 @@ class Manifest:
         width = self.rows.shape[1]
         out = np.empty((len(records), width), dtype=np.int64)
         if len(records):
-            first = np.concatenate([[0], np.flatnonzero(records[1:] - records[:-1] != 1) + 1]).tolist()
-            with open(self._path, "rb") as file:
-                read_all(
-                    [
-                        (file.fileno(), self._offset + 8 * width * int(records[start]), out[start:stop])
-                        for start, stop in zip(first, [*first[1:], len(records)], strict=True)
-                    ]
+            if int(records.min()) < 0 or int(records.max()) >= len(self):
+                raise IndexError(
+                    f"corpus {self.record.name!r} has {len(self)} records, counted from 0; asked for "
+                    f"{records.min()} to {records.max()}"
                 )
+            first = np.concatenate([[0], np.flatnonzero(records[1:] - records[:-1] != 1) + 1]).tolist()
+            read_all(
+                [
+                    (self._file, self._offset + 8 * width * int(records[start]), out[start:stop])
+                    for start, stop in zip(first, [*first[1:], len(records)], strict=True)
+                ]
+            )
         return out
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ in turn, so cold bytes are read by threads (docs/decisions/0011-reading.md).
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Any
 
@@ -35,8 +35,14 @@ def read_all(reads: Sequence[Read]) -> None:
     """
     for place, read in enumerate(reads):
         if not in_memory(*read):
-            for _ in threads().map(_read, reads[place:]):
-                pass
+            pending = [threads().submit(_read, one) for one in reads[place:]]
+            try:
+                for future in pending:
+                    future.result()
+            finally:  # after an error, too: the buffers are the caller's again
+                for future in pending:
+                    future.cancel()
+                wait(pending)
             return
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -89,6 +90,7 @@ class ShardedArray:
         self._lock = threading.RLock()
         self._buffer = np.empty(0, dtype=np.uint8)
         self._row = self.empty(1)
+        _arrays.add(self)
 
     @classmethod
     def create(
@@ -370,3 +372,15 @@ class ShardedArray:
         except EOFError:
             short = next(shard for shard, _, _ in reads if os.fstat(shard.file).st_size < shard.size)
             raise DamagedCache(f"{short.path} was cut short while it was read; `tcache verify` tells more") from None
+
+
+_arrays: weakref.WeakSet[ShardedArray] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """A thread that held one when the process forked does not exist in the child."""
+    for array in _arrays:
+        array._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

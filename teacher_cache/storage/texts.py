@@ -80,6 +80,17 @@ class TextAppender:
         self._texts: list[str] = []  # of rows that no shard holds yet
         self._keys: dict[bytes, int] = {}  # of rows that are not published yet, ascending
         self._records: list[Change] = []  # of shards that are written and not published yet
+        self._drop_unpublished()
+
+    def _drop_unpublished(self) -> None:
+        """Remove the shards behind the table that a killed writer left: `reindex` would take them for its own."""
+        arrays = (self.table.text.array, self.table.keys.array)
+        first = number = -(-self.next_row // self.table.shard_rows)
+        while any(array.shard_path(number).exists() for array in arrays):
+            number += 1
+        for left in reversed(range(first, number)):  # from the end, so that a kill leaves no gap
+            for array in arrays:
+                array.shard_path(left).unlink(missing_ok=True)
 
     def add(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
         """Row of each text; a text that the table does not know gets the next one."""

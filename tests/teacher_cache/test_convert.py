@@ -12,6 +12,7 @@ from teacher_cache.build import build
 from teacher_cache.cache import TeacherCache
 from teacher_cache.convert import convert
 from teacher_cache.errors import CacheError, DamagedCache
+from teacher_cache.reclaim import reclaim
 from teacher_cache.storage.codec import FORMATS, number_format
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.verify import verify
@@ -53,12 +54,21 @@ def test_a_conversion_asks_no_teacher_and_the_next_build_goes_on_in_its_format(p
 
 
 def test_readers_that_are_open_keep_the_old_vectors_and_new_ones_see_the_new(path: Path) -> None:
+    """Until `gc`: also shards that they had not looked at before."""
     rows = np.arange(43)
     with TeacherCache.open(path) as cache:
         view = cache.space()
+        view.gather(rows[:3])
         convert(path, "compact")
-        np.testing.assert_array_equal(view.vectors.read(rows), said(TEXTS))  # files of before
+        np.testing.assert_array_equal(view.gather(rows), said(TEXTS))
         assert cache.space().form.name == "compact"
+        assert verify(path, deep=True).ok
+    reclaim(path)
+    with TeacherCache.open(path) as cache:
+        (slug,) = cache.space_records()
+        assert list(cache.index.iter_shards(f"spaces/{slug}")) == []
+        assert [entry.name for entry in (path / "spaces" / slug).glob("vectors*")] == ["vectors-compact.zarr"]
+    assert verify(path, deep=True).ok
 
 
 def test_there_and_back_again_adds_the_errors_up(path: Path) -> None:

@@ -137,3 +137,15 @@ def test_a_name_that_could_leave_its_folder_is_refused_before_anything_is_writte
 
 def test_an_ordinary_name_is_itself() -> None:
     assert checked_name("MS-marco_v2.1") == "MS-marco_v2.1"
+
+
+def test_records_are_read_by_number_in_any_order_and_from_a_list_that_was_replaced(tmp_path: Path) -> None:
+    built(tmp_path, numbered(20))
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        manifest = cache.corpus()
+        built(tmp_path, numbered(25)[::-1])
+        assert manifest.rows_of(np.array([3, 19, 0, 1, 2])).ravel().tolist() == [3, 19, 0, 1, 2]
+        assert manifest.rows_of(np.empty(0, dtype=np.int64)).shape == (0, 1)
+        for outside in ([20], [-1, 3]):
+            with pytest.raises(IndexError, match="has 20 records, counted from 0"):
+                manifest.rows_of(np.array(outside))

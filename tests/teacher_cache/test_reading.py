@@ -4,7 +4,11 @@ import gc
 import multiprocessing
 import os
 import resource
+import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -243,3 +247,79 @@ def test_a_read_of_many_shards_stays_under_the_limit_of_open_files(tmp_path: Pat
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         assert max(32, limit // 8) >= shards.OPEN_SHARDS
         np.testing.assert_array_equal(array.read(np.arange(0, 60 * SHARD, 50)), values[::50])
+
+
+def test_rows_that_no_table_has_are_absent_and_take_no_memory(tmp_path: Path) -> None:
+    built(tmp_path, numbered(20))
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        view = cache.space()
+        asked = np.array([3, 10**9, 2**60, -(10**9), 19])
+        assert view.present(asked).tolist() == [True, False, False, False, True]
+        assert len(view.column._ends) < 1000
+
+
+def test_threads_that_ask_a_growing_column_agree(tmp_path: Path) -> None:
+    built(tmp_path, numbered(8 * 300))
+    rows = np.arange(8 * 300)
+    with TeacherCache.open(tmp_path / "cache") as cache, ThreadPoolExecutor(4) as pool:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for _ in range(15):
+                view = cache.space()
+                parts = pool.map(view.present, [rows[:600], rows[:1100], rows, rows[-5:]])
+                assert all(part.all() for part in parts)
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def read_all_rows(array: ShardedArray) -> int:
+    return len(array.read(np.arange(SHARD)))
+
+
+def test_a_process_forked_while_a_thread_reads_can_read(tmp_path: Path) -> None:
+    array, _ = make(tmp_path / "a", "compressed", SHARD)
+    holding, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with array._lock:
+            holding.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holding.wait(60)
+    try:
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.apply_async(read_all_rows, (array,)).get(60) == SHARD
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_after_an_error_no_thread_writes_into_the_callers_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "short").write_bytes(b"1")
+    (tmp_path / "slow").write_bytes(b"2" * 100)
+    monkeypatch.setattr(positioned, "in_memory", lambda *read: False)
+    honest = positioned._read
+    slow = os.open(tmp_path / "slow", os.O_RDONLY)
+    short = os.open(tmp_path / "short", os.O_RDONLY)
+
+    def slowly(read: positioned.Read) -> None:
+        if read[0] == slow:
+            time.sleep(0.2)
+        honest(read)
+
+    monkeypatch.setattr(positioned, "_read", slowly)
+    buffers = [bytearray(100) for _ in range(40)]
+    try:
+        with pytest.raises(EOFError):
+            positioned.read_all([(short, 0, bytearray(2)), *((slow, 0, buffer) for buffer in buffers)])
+        left = [bytes(buffer) for buffer in buffers]
+        time.sleep(0.5)
+        assert [bytes(buffer) for buffer in buffers] == left
+    finally:
+        os.close(slow)
+        os.close(short)

@@ -396,3 +396,19 @@ def test_progress_is_told(path: Path) -> None:
     told: list[tuple[int, int]] = []
     reindex(path, report=lambda done, total: told.append((done, total)))
     assert told[-1] == (6, 6)
+
+
+def test_text_shards_of_a_killed_build_are_not_taken_for_those_of_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+
+    def killed() -> None:
+        with TeacherCache.open(path, "a", shard_rows=8) as cache, cache.appending() as appender:
+            appender.add(numbered(40))  # five shards are written, and none is published
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        killed()
+    built(tmp_path, numbered(12, start=30))
+    shutil.rmtree(path / "index.lmdb")
+    assert reindex(path).rows == 12
+    assert verify(path, deep=True).ok

@@ -155,3 +155,63 @@ def test_a_missing_vector_and_a_damaged_shard_end_the_stream_with_their_error(tm
         with pytest.raises(DamagedCache, match=str(path)):
             list(stream.epoch())
         stream.close()
+
+
+def test_after_a_window_that_could_not_be_read_the_batches_before_it_are_themselves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffer was written to before it failed."""
+    built(tmp_path, numbered(64))
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        stream = reader(cache, window=16)
+        before = stream.read(0, np.arange(8))
+        assert stream._next is not None
+        stream._next[1].result()
+
+        def broken(rows: object) -> list[str]:
+            raise OSError("the disk is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "texts", broken)
+            with pytest.raises(OSError, match="the disk is gone"):
+                stream.read(0, np.arange(48, 56))
+        again = stream.read(0, np.arange(8))
+        assert again.texts == before.texts
+        np.testing.assert_array_equal(again.vectors, before.vectors)
+        stream.close()
+
+
+def test_a_window_read_ahead_in_vain_fails_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built(tmp_path, numbered(64))
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        stream = reader(cache, window=16)
+        honest, calls = cache.texts, 0
+
+        def broken_once(rows: Any) -> list[str]:
+            nonlocal calls
+            calls += 1
+            if calls == 2:  # the second window, which is read ahead and then not asked for
+                raise OSError("the disk is gone")
+            return honest(rows)
+
+        monkeypatch.setattr(cache, "texts", broken_once)
+        stream.read(0, np.arange(8))
+        assert len(stream.read(0, np.arange(48, 56)).texts) == 8
+        stream.close()
+
+
+def test_positions_of_two_windows_in_one_batch_are_refused(cache: TeacherCache) -> None:
+    stream = reader(cache, window=16)
+    with pytest.raises(IndexError, match=r"positions 25 to 40 .* lie in more than one window"):
+        stream.read(0, np.array([40, 25]))
+    stream.close()
+
+
+def test_grouping_by_length_drops_no_text_for_good(tmp_path: Path) -> None:
+    texts = ["x" * (length + 1) for length in range(100)]
+    built(tmp_path, texts)
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        stream = reader(cache, batch=16, window=100, grouped=50)
+        epochs = [stream.epoch(epoch, drop_last=True) for epoch in range(12)]
+        assert {text for epoch in epochs for batch in epoch for text in batch.texts} == set(texts)
+        stream.close()
