@@ -40,6 +40,9 @@ class Commands(click.Group):
                 raise
             click.echo(f"error: {' '.join(str(error).split())}", err=True)
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("stopped; what was committed is kept, and the same command goes on", err=True)
+            ctx.exit(130)
         except OSError as error:
             # A reader that closed the pipe is click's: it ends without a word.
             if ctx.meta.get("traceback") or error.errno == errno.EPIPE:

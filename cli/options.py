@@ -80,3 +80,8 @@ def corpus_of(paths: tuple[str, ...], text_key: str) -> "Corpus":
     from teacher_cache.corpus import Corpus
 
     return Corpus.open(paths, text_key)
+
+
+def trains_on(cache: Path, space: str, corpus: str) -> str:
+    """What to type next, whatever else the cache holds."""
+    return f"distill run --cache {cache} --space {space} --corpus {corpus} --student MODEL --output-dir RUN"

@@ -7,7 +7,16 @@ import click
 
 from cli import transfer, upkeep
 from cli.common import CONTEXT, Commands, cache_option, common_options, emit, progress_bar, say, size
-from cli.options import STORAGE, cache_argument, corpus_of, corpus_options, space_option, teacher_of, teacher_options
+from cli.options import (
+    STORAGE,
+    cache_argument,
+    corpus_of,
+    corpus_options,
+    space_option,
+    teacher_of,
+    teacher_options,
+    trains_on,
+)
 
 
 @click.group(cls=Commands, context_settings=CONTEXT)
@@ -86,7 +95,11 @@ def build(
         told.append(f"space {result.space}, corpus {result.corpus}, in {result.cache}")
         return told
 
-    emit(result.to_json(), lines, f"distill run --cache {cache} --student MODEL --output-dir RUN")
+    emit(
+        result.to_json(),
+        lines,
+        trains_on(cache, result.space, result.corpus),
+    )
 
 
 @main.command()

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from cli.common import cache_option, common_options, emit, progress_bar
-from cli.options import STORAGE, cache_argument, corpus_of, space_option
+from cli.options import STORAGE, cache_argument, corpus_of, space_option, trains_on
 
 
 @click.command()
@@ -75,6 +75,10 @@ def import_(
     from teacher_cache.transfer.importer import import_vectors
 
     stated = dict(field.partition("=")[::2] for field in fields)
+    if len(stated) < len(fields) or any("=" not in field for field in fields):
+        raise click.UsageError("--field takes KEY=VALUE, each KEY once")
+    if "-" in paths:
+        raise click.UsageError("--corpus is read twice: save standard input to a file and name that")
     with progress_bar() as update:
         result = import_vectors(
             source,
@@ -97,7 +101,11 @@ def import_(
             f"space {result.space}, corpus {result.corpus}, in {result.cache}",
         ]
 
-    emit(result.to_json(), lines, f"distill run --cache {cache} --student MODEL --output-dir RUN")
+    emit(
+        result.to_json(),
+        lines,
+        trains_on(cache, result.space, result.corpus),
+    )
 
 
 @click.command()

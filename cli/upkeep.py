@@ -19,8 +19,9 @@ def verify(cache: Path, deep: bool, every: int | None, **teacher: Any) -> None:
     """Check every promise of the index; exit 3 when one is broken. With --teacher, some rows are encoded again."""
     from teacher_cache.verify import verify as check
 
-    if every is not None and teacher["model"] is None:
-        raise click.UsageError("--every says how many rows --teacher is asked for: name a teacher")
+    asked = [name for name, value in teacher.items() if value not in (None, False, "auto")]
+    if (every is not None or asked) and teacher["model"] is None:
+        raise click.UsageError("--every, and how a teacher is asked, need --teacher")
     with progress_bar() as update:
         verdict = check(
             cache,

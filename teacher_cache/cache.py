@@ -194,7 +194,9 @@ class TeacherCache:
             name = next(iter(known))
         if name not in known:
             if name is None and known:
-                raise CorpusNotFound(f"{self.path} has several corpora, say which: {', '.join(sorted(known))}")
+                raise CorpusNotFound(
+                    f"{self.path} has several corpora, say with --corpus which: {', '.join(sorted(known))}"
+                )
             asked = f"no corpus {name!r} in {self.path}" if name is not None else f"no corpus in {self.path}"
             raise CorpusNotFound(
                 f"{asked}; it has: {', '.join(sorted(known)) or 'none'}; "
@@ -246,11 +248,16 @@ class TeacherCache:
         Raises:
             SpaceNotFound: no space of that name, or several fit.
             SpaceMismatch: no space has these fields; the message names those in which the nearest one differs.
+            DamagedCache: its array cannot be opened.
         """
+        return self._view(self.space_record(wanted))
+
+    def space_record(self, wanted: str | Mapping[str, Any] | None = None) -> SpaceRecord:
+        """What the index knows of the one space that is wanted, as `space` finds it; opens nothing of it."""
         records = self.space_records()
         fitting = [record for record in records.values() if wanted is None or _fits(record.space, wanted)]
         if len(fitting) == 1:
-            return self._view(fitting[0])
+            return fitting[0]
         known = ", ".join(sorted(records)) or "none"
         if not records:
             problem = f"{self.path} has no embedding space yet"
@@ -260,7 +267,10 @@ class TeacherCache:
             problem = f"{self.path} has no embedding space {wanted!r}"
         else:
             between = _differences([record.space for record in fitting])
-            problem = f"{self.path} has {len(fitting)} spaces that fit ({between}): say which by its full name"
+            names = ", ".join(sorted(record.space.slug for record in fitting))
+            raise SpaceNotFound(
+                f"{self.path} has {len(fitting)} spaces that fit ({between}): say with --space which, {names}"
+            )
         raise SpaceNotFound(
             f"{problem}; it has: {known}; `tcache build CORPUS --teacher T` fills one{self.index.as_of}"
         )

@@ -59,6 +59,7 @@ def convert(
         CacheError: a vector that the new format cannot hold; the same.
     """
     form = number_format(storage)
+    TeacherCache.open(path).close()  # for its errors: opened for writing, a missing cache would be made
     with TeacherCache.open(path, "a") as cache:
         view = cache.space(space)
         before = view.record

@@ -14,6 +14,7 @@ from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus import Fingerprint
 from teacher_cache.errors import CorpusNotFound, DamagedCache, FormatVersionError
 from teacher_cache.storage.chunks import Rows
+from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import ShardRecord
 from teacher_cache.storage.shards import ShardedArray
@@ -21,8 +22,9 @@ from teacher_cache.storage.texts import KEYS, TEXT, TextTable
 from teacher_cache.text_key import text_keys
 from teacher_cache.view import SpaceRecord, SpaceView
 
-# What a teacher's own normalising may leave of a unit length; a number format's bound comes on top.
-UNIT_LENGTH = 1e-3
+# What a teacher's own normalising may leave of a unit length, and what two number formats may add to it: a vector may
+# have been stored in another one before.
+UNIT_LENGTH = 1e-3 + 2 * max(form.max_norm_error for form in FORMATS.values())
 # Rows decoded at a time for their lengths, records of a corpus read at a time.
 _BLOCK_ROWS = 1024
 _READ_RECORDS = 8192
@@ -321,7 +323,7 @@ def vectors_sound(view: SpaceView, values: Rows) -> tuple[npt.NDArray[np.bool_],
         with np.errstate(invalid="ignore"):
             norms[block] = np.linalg.norm(vectors, axis=1)
     if view.space.normalize:
-        return finite, np.abs(norms - 1) <= UNIT_LENGTH + view.form.max_norm_error
+        return finite, np.abs(norms - 1) <= UNIT_LENGTH
     return finite, norms > 0
 
 

@@ -21,9 +21,6 @@ from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.view import SPACES, SpaceRecord
 
-# Shard files that a build may leave in a space which was never published: its first commit publishes it.
-UNPUBLISHED_SHARDS = 1
-
 
 @dataclass(frozen=True)
 class Freed:
@@ -96,7 +93,7 @@ def reclaim(
 def _slug(cache: TeacherCache, name: str) -> str:
     """The slug of a space by any of its names, or a folder of that name that the index does not know."""
     try:
-        return cache.space(name).slug
+        return cache.space_record(name).space.slug
     except SpaceNotFound:
         if name in _names(cache.path / SPACES):
             return name
@@ -168,10 +165,10 @@ class _Sweep:
                     self._remove("old array", array)
                 continue
             shards = sum(1 for _ in folder.glob("vectors*.zarr/c/*/0"))
-            if shards > UNPUBLISHED_SHARDS:
+            if shards:
                 self.kept.append(
-                    f"{folder.relative_to(self.cache.path)}: {shards} shards that the index does not know, more than "
-                    f"a killed build leaves; `tcache gc {self.cache.path} --space {slug}` removes them"
+                    f"{folder.relative_to(self.cache.path)}: {shards} shards of vectors that the index does not know; "
+                    f"`tcache gc {self.cache.path} --space {slug}` removes them"
                 )
             else:
                 self._remove("unpublished space", folder)

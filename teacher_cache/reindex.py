@@ -21,6 +21,7 @@ import numpy.typing as npt
 from teacher_cache.cache import CORPUS_JSON, INDEX, LOCK, check_format
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.inspection import fingerprint_of, vectors_sound
+from teacher_cache.metadata import restore_cache_json
 from teacher_cache.repair import set_aside
 from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, sync_folder
@@ -83,6 +84,7 @@ def reindex(path: str | Path, *, report: Callable[[int, int], None] = lambda don
         DamagedCache: `cache.json` or the metadata of the texts are gone; put them back first.
     """
     path = Path(path)
+    restore_cache_json(path)
     check_format(path)
     lock = WriterLock(path / LOCK)
     fresh = path / f"{INDEX}.{os.getpid()}{TEMPORARY_SUFFIX}"

@@ -34,6 +34,7 @@ DAMAGED = "damaged"
 SHARDS_AT_A_TIME = 128
 STDIN = "stdin"
 FROM_A_COPY = "no shard proves what its zarr.json was: put that back from a copy"
+AS_WRITTEN = "nothing is thrown away, as this is what was written; `tcache verify --teacher T` compares it"
 REINDEX = "`tcache reindex` makes the index anew from the texts and their keys"
 _READ_RECORDS = 8192
 
@@ -171,6 +172,8 @@ class _Mending:
         for damage in found:
             if damage.shard is None:
                 self._left(damage, FROM_A_COPY)
+            elif damage.kind == "norm":  # its digest holds: this is what was written
+                self._left(damage, AS_WRITTEN)
             else:
                 by_shard.setdefault(damage.shard, damage)
         if not by_shard:

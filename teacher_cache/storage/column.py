@@ -5,6 +5,7 @@ Texts, keys and the vectors of each space are columns; all are read through here
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,12 @@ class Column:
         self._ends = np.zeros(64, dtype=np.int64)
         self._growing = threading.Lock()  # a thread must not put a shorter one in place of another's
         self._gappy: dict[int, ShardRecord] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"index": self.index, "name": self.name, "folder": self.array.folder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def record(self, number: int) -> ShardRecord | None:
         """What the index promises about one shard now."""

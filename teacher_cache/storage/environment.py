@@ -19,7 +19,8 @@ DATA = "data.mdb"
 LOCK = "lock.mdb"
 FIRST_MAP_BYTES = 64 * 2**20
 MAX_READERS = 1024
-# LMDB need not write pages at the end that were freed in the transaction that took them.
+# LMDB need not write pages at the end that were freed in the transaction that took them: so many in a large index,
+# fewer in a small one.
 UNWRITTEN_PAGES = 16
 
 # Held while an environment is opened, read, written or closed. One for all of them: the garbage collector may close
@@ -73,8 +74,9 @@ class Environment:
         """Pages that are mapped behind the end of the file would end the process, not raise anything."""
         size = os.stat(self.folder / DATA).st_size
         page = self.env.stat()["psize"]
-        expected = (self.env.info()["last_pgno"] + 1) * page
-        if size < expected - UNWRITTEN_PAGES * page:
+        pages = self.env.info()["last_pgno"] + 1
+        expected = pages * page
+        if size < expected - min(UNWRITTEN_PAGES, max(4, pages // 8)) * page:
             self.env.close()
             raise DamagedCache(
                 f"the index at {self.folder} is cut short: {size} bytes, expected {expected}; {self.mended_by}"

@@ -61,8 +61,14 @@ class ShardedArray:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        mended = "`tcache repair` writes it anew"
         try:
             self.metadata: dict[str, Any] = json.loads((folder / "zarr.json").read_bytes())
+        except FileNotFoundError:
+            raise DamagedCache(f"{folder / 'zarr.json'} is gone; {mended}") from None
+        except ValueError as error:
+            raise DamagedCache(f"{folder / 'zarr.json'} cannot be read: {error}; {mended}") from error
+        try:
             grid = self.metadata["chunk_grid"]["configuration"]["chunk_shape"]
             (sharding,) = self.metadata["codecs"]
             inner = sharding["configuration"]
@@ -72,8 +78,6 @@ class ShardedArray:
             self.chunk_rows = int(inner["chunk_shape"][0])
             self.strings = self.metadata["data_type"] == "string"
             self.codec = codec_from(self.metadata, inner["codecs"])
-        except FileNotFoundError:
-            raise DamagedCache(f"{folder / 'zarr.json'} is gone; `tcache verify` tells what else is") from None
         except (KeyError, ValueError, TypeError) as error:
             raise FormatVersionError(
                 f"{folder / 'zarr.json'} is not a sharded zarr v3 array that this version reads: {error}"

@@ -385,3 +385,30 @@ def test_a_sealed_index_is_told_with_its_file(cache: Path) -> None:
 
 def test_sealing_what_is_no_cache_is_refused(tmp_path: Path) -> None:
     assert "no teacher cache at" in refused(run("seal", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("verify", "C", "--max-length", "10"), "need --teacher"),
+        (("import", "v.npy", "--corpus", "c.txt", "--teacher", "x", "--field", "pooling"), "KEY=VALUE"),
+        (("import", "v.npy", "--corpus", "c.txt", "--field", "prompt=a", "--field", "prompt=b"), "each KEY once"),
+        (("import", "v.npy", "--corpus", "-", "--teacher", "x"), "save standard input to a file"),
+    ],
+)
+def test_what_would_be_ignored_is_a_mistake_of_usage(words: tuple[str, ...], said: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*arguments: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("teacher_cache.build.ingest", stopped)
+    result = run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "stopped; what was committed is kept, and the same command goes on"

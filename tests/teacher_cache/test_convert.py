@@ -11,8 +11,9 @@ from teacher_cache import convert as conversion
 from teacher_cache.build import build
 from teacher_cache.cache import TeacherCache
 from teacher_cache.convert import convert
-from teacher_cache.errors import CacheError, DamagedCache
+from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache
 from teacher_cache.reclaim import reclaim
+from teacher_cache.repair import repair
 from teacher_cache.storage.codec import FORMATS, number_format
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.verify import verify
@@ -137,3 +138,23 @@ def test_zarr_and_numpy_alone_read_compact_vectors(path: Path) -> None:
     stored = zarr.open_array(str(path / "spaces" / view.slug / "vectors-compact.zarr"), mode="r")[:]
     numbers, scales = stored[:, :dims], np.ascontiguousarray(stored[:, dims:]).view("<f2").astype(np.float32)
     np.testing.assert_array_equal(numbers * scales.repeat(64, axis=1)[:, :dims], expected)
+
+
+@pytest.mark.parametrize("storage", [name for name in FORMATS if name != "compact"])
+def test_vectors_that_were_compact_before_are_sound_in_any_format(tmp_path: Path, storage: str) -> None:
+    """Their lengths are off by more than the new format's own bound, and that is no damage."""
+    texts = numbered(400)
+    built(tmp_path, texts, storage="compact")
+    path = tmp_path / "cache"
+    convert(path, storage)
+    with TeacherCache.open(path) as cache:
+        lengths = np.linalg.norm(cache.space().gather(np.arange(400)), axis=1)
+    assert np.abs(lengths - 1).max() > 1.5e-3
+    assert verify(path, deep=True).ok
+    assert repair(path).missing == 0
+
+
+def test_a_missing_cache_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(CacheNotFound):
+        convert(tmp_path / "none", "raw")
+    assert list(tmp_path.iterdir()) == []

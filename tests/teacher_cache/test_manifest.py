@@ -121,7 +121,7 @@ def test_a_corpus_is_found_by_name_or_as_the_only_one(tmp_path: Path) -> None:
         assert cache.corpus().record.name == "one"
         built(tmp_path, numbered(2), name="two")
         assert cache.corpus("two").record.records == 2
-        with pytest.raises(CorpusNotFound, match="has several corpora, say which: one, two"):
+        with pytest.raises(CorpusNotFound, match="has several corpora, say with --corpus which: one, two"):
             cache.corpus()
         with pytest.raises(CorpusNotFound, match=r"no corpus 'three' in .*; it has: one, two"):
             cache.corpus("three")

@@ -87,8 +87,8 @@ def damaged(path: Path) -> str:
 
 
 def never_published(path: Path) -> str:
-    (path / "spaces/never@12345678/vectors.zarr/c/0").mkdir(parents=True)
-    (path / "spaces/never@12345678/vectors.zarr/c/0/0").write_bytes(b"12 bytes ...")
+    (path / "spaces/never@12345678/vectors.zarr").mkdir(parents=True)
+    (path / "spaces/never@12345678/space.json").write_bytes(b"12 bytes ...")
     return "spaces/never@12345678"
 
 
@@ -147,17 +147,14 @@ def test_the_array_that_a_conversion_has_put_in_place_stays(path: Path) -> None:
     assert freed(reclaim(path)) == []
 
 
-def test_shards_that_the_index_does_not_know_are_too_much_to_be_a_leftover(path: Path) -> None:
+def test_vectors_that_the_index_does_not_know_are_kept_and_named(path: Path) -> None:
     name = slug(path, 8)
     with TeacherCache.open(path, "a") as cache:
         cache.index.commit([Change("spaces", name.encode(), None)])
     before = files(path)
     report = reclaim(path)
     assert report.freed == []
-    assert (
-        f"2 shards that the index does not know, more than a killed build leaves; `tcache gc {path} --space {name}`"
-        in (report.kept[0])
-    )
+    assert f"2 shards of vectors that the index does not know; `tcache gc {path} --space {name}`" in report.kept[0]
     assert files(path) == before
     assert [one.what for one in reclaim(path, spaces=[name]).freed] == ["space"]
     assert not (path / "spaces" / name).exists()

@@ -412,3 +412,12 @@ def test_text_shards_of_a_killed_build_are_not_taken_for_those_of_the_next(tmp_p
     shutil.rmtree(path / "index.lmdb")
     assert reindex(path).rows == 12
     assert verify(path, deep=True).ok
+
+
+def test_an_index_and_a_cache_json_that_are_both_lost_are_both_made_again(tmp_path: Path) -> None:
+    built(tmp_path, numbered(20))
+    path = tmp_path / "cache"
+    shutil.rmtree(path / "index.lmdb")
+    (path / "cache.json").unlink()
+    assert reindex(path).rows == 20
+    assert verify(path, deep=True).ok

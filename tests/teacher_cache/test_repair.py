@@ -489,3 +489,26 @@ def test_a_folder_that_is_no_cache_is_not_made_one(tmp_path: Path) -> None:
 def test_nothing_is_repaired_beside_a_writer(sound: Sound) -> None:
     with TeacherCache.open(sound.path, "a"), pytest.raises(CacheLocked):
         repair(sound.path)
+
+
+def test_a_space_that_has_lost_its_whole_array_is_empty_again_and_filled_by_a_build(tmp_path: Path) -> None:
+    built(tmp_path, numbered(20))
+    path = tmp_path / "cache"
+    (array,) = path.glob("spaces/*/vectors.zarr")
+    shutil.rmtree(array)
+    assert repair(path).missing == 20
+    assert verify(path, deep=True).ok
+    assert built(tmp_path, numbered(20)).encoded == 20
+    assert verify(path, deep=True).ok
+
+
+def test_an_array_whose_metadata_are_no_json_is_damage_that_names_its_mending(tmp_path: Path) -> None:
+    built(tmp_path, numbered(20))
+    path = tmp_path / "cache"
+    (path / "texts/keys/zarr.json").write_text("{")
+    (damage,) = verify(path).damage
+    assert damage.kind == "damaged_cache"
+    assert "zarr.json cannot be read" in damage.where
+    assert "`tcache repair` writes it anew" in damage.where
+    assert repair(path).ok
+    assert verify(path, deep=True).ok
