@@ -41,6 +41,7 @@ FORMAT_VERSION = 2
 SHARD_ROWS = 8192
 CACHE_JSON = "cache.json"
 CORPUS_JSON = "corpus.json"
+SPACE_JSON = "space.json"
 INDEX = "index.lmdb"
 SEALED = "index.sealed"
 LOCK = "writer.lock"
@@ -316,7 +317,7 @@ class TeacherCache:
         make_folder(folder)
         record = SpaceRecord(space, storage)
         create_vectors(folder / record.array, form, space.dims, self.shard_rows)
-        with replacing(folder / "space.json") as file:  # for people and other tools; the index is what counts
+        with replacing(folder / SPACE_JSON) as file:  # for people and other tools; the index is what counts
             file.write(record.to_json())
         return self._view(record)
 

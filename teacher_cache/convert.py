@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from teacher_cache.cache import TeacherCache
+from teacher_cache.cache import SPACE_JSON, TeacherCache
 from teacher_cache.errors import CacheError
 from teacher_cache.storage.codec import NumberFormat, check_rows, joint_error, number_format
 from teacher_cache.storage.files import replacing
@@ -89,7 +89,7 @@ def convert(
             done += int(record.present.sum())
             report(done, total)
         cache.index.commit(changes)
-        with replacing(folder / "space.json") as file:
+        with replacing(folder / SPACE_JSON) as file:
             file.write(after.to_json())
         return Conversion(view.slug, before.storage, storage, done, worst, size_before, size)
 

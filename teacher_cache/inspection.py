@@ -4,23 +4,26 @@ One shard at a time is in memory. Beside a writer, what looks like damage is loo
 promises something else by then.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import TeacherCache
+from teacher_cache.cache import CORPUS_JSON, SPACE_JSON, TeacherCache
 from teacher_cache.corpus import Fingerprint
 from teacher_cache.errors import CorpusNotFound, DamagedCache, FormatVersionError
 from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import ShardRecord
+from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
 from teacher_cache.text_key import text_keys
-from teacher_cache.view import SpaceRecord, SpaceView
+from teacher_cache.view import SPACES, SpaceRecord, SpaceView
 
 # What a teacher's own normalising may leave of a unit length, and what two number formats may add to it: a vector may
 # have been stored in another one before.
@@ -164,7 +167,9 @@ class Inspection:
         except (DamagedCache, FormatVersionError) as error:
             rows = sum(int(shard.present.sum()) for _, shard in self.cache.index.iter_shards(name))
             return [Damage("damaged_space", str(error), rows, name)]
-        return [damage for number in self._numbers(name) for damage in self._vector_shard(view, number)]
+        lost = unreadable(self.cache.path / SPACES / record.space.slug / SPACE_JSON)
+        found = [Damage("damaged_space", lost, 0, name)] if lost else []
+        return found + [damage for number in self._numbers(name) for damage in self._vector_shard(view, number)]
 
     def _vector_shard(self, view: SpaceView, number: int) -> list[Damage]:
         def look(rows: int, records: Sequence[ShardRecord | None]) -> list[Damage]:
@@ -262,6 +267,9 @@ class Inspection:
             except DamagedCache as error:
                 yield Damage("corpus", str(error), record.records, where)
                 continue
+            lost = unreadable(self.cache.path / CORPORA / name / CORPUS_JSON)
+            if lost:
+                yield Damage("corpus", lost, 0, where)
             rows = self.cache.rows  # read after the corpus, which names no row that is newer
             outside = 0
             for start in range(0, len(manifest), 2**20):
@@ -279,6 +287,15 @@ class Inspection:
                         len(manifest),
                         where,
                     )
+
+
+def unreadable(file: Path) -> str:
+    """What is wrong with a `space.json` or `corpus.json`; "" if nothing is."""
+    try:
+        fine = isinstance(json.loads(file.read_bytes()), dict)
+        return "" if fine else f"{file} does not say what it is; a lost index would be made again from it"
+    except (OSError, ValueError) as error:
+        return f"{file} cannot be read: {error}; a lost index would be made again from it"
 
 
 def _packed(records: Sequence[ShardRecord | None]) -> list[bytes | None]:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from teacher_cache.cache import CACHE_JSON, INDEX, LOCK, write_cache_json
+from teacher_cache.cache import CACHE_JSON, CORPUS_JSON, INDEX, LOCK, SPACE_JSON, write_cache_json
 from teacher_cache.errors import DamagedCache, FormatVersionError
+from teacher_cache.inspection import unreadable
 from teacher_cache.storage.codec import number_format
 from teacher_cache.storage.files import make_folder, replacing
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.lock import WriterLock
+from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
 from teacher_cache.view import SPACES, SpaceRecord, create_vectors
@@ -62,6 +64,13 @@ def restore_metadata(path: Path) -> list[LostMetadata]:
             except (DamagedCache, FormatVersionError) as error:
                 kind = "damaged_space" if name.startswith(SPACES) else "damaged_cache"
                 found.append(LostMetadata(kind, str(error), _restore(index, name, folder, make)))
+        for kind, file, data in _descriptions(path, index) if Index.exists(index.folder) else ():
+            lost = unreadable(file)
+            if lost:
+                make_folder(file.parent)
+                with replacing(file) as again:
+                    again.write(data)
+                found.append(LostMetadata(kind, lost, True))
     finally:
         index.close()
         lock.release()
@@ -81,6 +90,14 @@ def _readable(path: Path) -> bool:
         return "format" in json.loads(path.read_bytes())
     except (OSError, ValueError, TypeError):
         return False
+
+
+def _descriptions(path: Path, index: Index) -> Iterator[tuple[str, Path, bytes]]:
+    """What stands in `space.json` and `corpus.json`: the index's own records, for the day it is lost."""
+    for slug, data in index.records("spaces").items():
+        yield "damaged_space", path / SPACES / slug / SPACE_JSON, data
+    for name, data in index.records("corpora").items():
+        yield "corpus", path / CORPORA / name / CORPUS_JSON, data
 
 
 def _arrays(path: Path, index: Index, shard_rows: int) -> Iterator[tuple[str, Path, Callable[[Path], ShardedArray]]]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from teacher_cache.cache import CORPUS_JSON, INDEX, TeacherCache
+from teacher_cache.cache import CORPUS_JSON, INDEX, SPACE_JSON, TeacherCache
 from teacher_cache.errors import CorpusNotFound, SpaceNotFound
 from teacher_cache.repair import DAMAGED
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, replacing, sync_folder
@@ -156,7 +156,7 @@ class _Sweep:
                 if old and not self.dry_run and folder.resolve().is_relative_to(self.root):
                     # A conversion that was killed after its commit has not said so here, where a lost index would
                     # be made again from.
-                    with replacing(folder / "space.json") as file:
+                    with replacing(folder / SPACE_JSON) as file:
                         file.write(known[slug].to_json())
                 if not self.dry_run:
                     gone = [replace(known[slug], array=array.name) for array in old]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import CORPUS_JSON, INDEX, LOCK, check_format
+from teacher_cache.cache import CORPUS_JSON, INDEX, LOCK, SPACE_JSON, check_format
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.inspection import fingerprint_of, vectors_sound
 from teacher_cache.metadata import restore_cache_json
@@ -206,7 +206,7 @@ class _Making:
     def spaces(self) -> None:
         for folder in _folders(self.path / SPACES):
             try:
-                record = SpaceRecord.from_json((folder / "space.json").read_bytes())
+                record = SpaceRecord.from_json((folder / SPACE_JSON).read_bytes())
                 if record.space.slug != folder.name:
                     raise ValueError(f"it describes {record.space.slug}")
                 self._space(SpaceView(self.path, self.index, record))

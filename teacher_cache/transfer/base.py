@@ -15,8 +15,6 @@ from teacher_cache.intake import mapped
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import number_format
 
-SPACE_JSON = "space.json"
-
 
 @dataclass(frozen=True)
 class Origin:

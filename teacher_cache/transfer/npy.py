@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from teacher_cache.cache import SPACE_JSON
 from teacher_cache.corpus import Corpus
 from teacher_cache.errors import CorpusError
 from teacher_cache.text_key import KEY_BYTES
-from teacher_cache.transfer.base import SPACE_JSON, Asked, Block, Given, Origin, read_origin
+from teacher_cache.transfer.base import Asked, Block, Given, Origin, read_origin
 
 SUFFIX = ""
 LIBRARY = ""

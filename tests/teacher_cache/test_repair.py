@@ -13,6 +13,7 @@ from teacher_cache.build import BuildReport, build
 from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus import Corpus
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusError, DamagedCache
+from teacher_cache.reindex import reindex
 from teacher_cache.repair import RepairReport, repair
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import Change, row_value, shard_key
@@ -511,4 +512,22 @@ def test_an_array_whose_metadata_are_no_json_is_damage_that_names_its_mending(tm
     assert "zarr.json cannot be read" in damage.where
     assert "`tcache repair` writes it anew" in damage.where
     assert repair(path).ok
+    assert verify(path, deep=True).ok
+
+
+@pytest.mark.parametrize("spoiled", [None, b"", b"[1]"])
+def test_what_a_lost_index_is_made_from_is_checked_and_written_again(tmp_path: Path, spoiled: bytes | None) -> None:
+    built(tmp_path, numbered(20))
+    path = tmp_path / "cache"
+    described = [*path.glob("spaces/*/space.json"), *path.glob("corpora/*/corpus.json")]
+    assert len(described) == 2
+    for file in described:
+        file.unlink()
+        if spoiled is not None:
+            file.write_bytes(spoiled)
+    assert sorted(damage.kind for damage in verify(path).damage) == ["corpus", "damaged_space"]
+    report = repair(path)
+    assert (report.ok, len(report.mended), report.missing) == (True, 2, 0)
+    shutil.rmtree(path / "index.lmdb")
+    assert reindex(path).ok
     assert verify(path, deep=True).ok
