@@ -13,7 +13,7 @@ from benchmarks.vectors import Float16, blocks_of
 from teacher_cache.cache import SHARD_ROWS, TeacherCache
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import number_format
+from teacher_cache.storage.codec import cosine_errors, number_format
 from teacher_cache.storage.index import Change, row_value, shard_key
 from teacher_cache.storage.manifest import CorpusRecord, Source, writing_manifest
 from teacher_cache.stream import WindowedReader
@@ -148,16 +148,7 @@ def format_size(vectors: npt.NDArray[np.floating], storage: str, folder: Path) -
             rows = np.arange(start, start + len(block))
             _, refused = view.write(number, rows, block)
             kept = np.setdiff1d(rows, np.fromiter(refused, dtype=np.int64))
-            errors.append(cosine_errors(block[kept - start], view.gather(kept)))
+            errors.append(cosine_errors(block[kept - start].astype(np.float64), view.gather(kept, dtype=np.float64)))
         size = sum(record.size for _, record in cache.index.iter_shards(view.array_name))
     found = np.concatenate(errors)
     return {"stored": len(found), "bytes": size, "worst": float(found.max()), "mean": float(found.mean())}
-
-
-def cosine_errors(vectors: npt.NDArray[np.floating], back: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-    """`(n,)`: 1 - cos of each pair of rows, by the chord between their directions: exact where cos is near 1."""
-    a, b = vectors.astype(np.float64), back.astype(np.float64)
-    a /= np.linalg.norm(a, axis=1, keepdims=True)
-    b /= np.linalg.norm(b, axis=1, keepdims=True)
-    errors: npt.NDArray[np.float64] = ((a - b) ** 2).sum(axis=1) / 2
-    return errors

@@ -95,11 +95,7 @@ def build(
         told.append(f"space {result.space}, corpus {result.corpus}, in {result.cache}")
         return told
 
-    emit(
-        result.to_json(),
-        lines,
-        trains_on(cache, result.space, result.corpus),
-    )
+    emit(result.to_json(), lines, trains_on(cache, result.space, result.corpus))
 
 
 @main.command()

@@ -155,7 +155,7 @@ def _default_name(corpus: Corpus, table: TeacherCache) -> str:
         CacheError: it has.
     """
     known = table.corpora().get(corpus.name)
-    if known is not None and not {source.name for source in known.sources} & set(corpus.origins):
+    if known is not None and not known.shares_source(corpus.origins):
         raise CacheError(
             f"corpus {corpus.name!r} of {table.path} came from {known.sources[0].name}, this one from "
             f"{corpus.origins[0]}; give it another --name (or the same to replace it)"

@@ -79,12 +79,12 @@ class TeacherCache:
     def open(
         cls,
         path: str | Path,
-        mode: Literal["r", "a"] = "r",
+        mode: Literal["r", "r+", "a"] = "r",
         *,
         shard_rows: int = SHARD_ROWS,
         sealed: bool = False,
     ) -> Self:
-        """Open a cache to read ("r"), or to write ("a"), which makes it if need be.
+        """Open a cache to read ("r"), to write one that is there ("r+"), or to write ("a") and make it if need be.
 
         Args:
             shard_rows: rows of a shard in a new cache; an existing one keeps its own.
@@ -93,10 +93,10 @@ class TeacherCache:
                 somebody who may not write to its lock file.
 
         Raises:
-            CacheNotFound: no cache there (mode "r").
+            CacheNotFound: no cache there (modes "r" and "r+").
             FormatVersionError: written by another version of the format.
             DamagedCache: it does not say its format, or its index is gone.
-            CacheLocked: someone else is writing (mode "a").
+            CacheLocked: someone else is writing (modes "r+" and "a").
         """
         path = Path(path)
         if mode == "r":
@@ -106,7 +106,7 @@ class TeacherCache:
             return cls(path, None, sealed=sealed)
         if sealed:
             raise CacheError(f"a sealed index is for readers: open {path} for writing without it")
-        if (path / CACHE_JSON).exists() or _has_shards(path):
+        if mode == "r+" or (path / CACHE_JSON).exists() or _has_shards(path):
             check_format(path)
             _check_index(path)
         elif path.exists() and (not path.is_dir() or not _is_half_made(path)):

@@ -59,13 +59,12 @@ def convert(
         CacheError: a vector that the new format cannot hold; the same.
     """
     form = number_format(storage)
-    TeacherCache.open(path).close()  # for its errors: opened for writing, a missing cache would be made
-    with TeacherCache.open(path, "a") as cache:
+    with TeacherCache.open(path, "r+") as cache:
         view = cache.space(space)
         before = view.record
         if before.storage == storage:
             size = sum(record.size for _, record in cache.index.iter_shards(view.array_name))
-            return Conversion(view.slug, storage, storage, 0, _worst(view), size, size)
+            return Conversion(view.slug, storage, storage, 0, view.worst_error(), size, size)
         after = replace(before, storage=storage, array=f"vectors-{storage}.zarr")
         folder = cache.path / SPACES / view.slug
         # Left by a conversion that was interrupted, or by one that this one takes back.
@@ -115,7 +114,3 @@ def _convert_shard(
     return ShardRecord(
         receipt.digest, joint_error(record.worst_error, float(checked.cosine_error.max())), receipt.size, record.present
     )
-
-
-def _worst(view: SpaceView) -> float:
-    return max((record.worst_error for _, record in view.index.iter_shards(view.array_name)), default=0.0)

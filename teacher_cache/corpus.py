@@ -192,7 +192,7 @@ class Corpus:
         name = Path(first.origin).name
         if first.path is not None and first.format != "dataset":
             name = Path(name.removesuffix(first.path.suffix) if first.compression else name).stem
-        return _NOT_IN_A_NAME.sub("-", name)[:100].strip("-._") or "corpus"
+        return corpus_name(name) or "corpus"
 
     @property
     def origins(self) -> list[str]:
@@ -238,3 +238,8 @@ class Corpus:
         if value is None:
             raise CorpusError(f"the corpus's {what} is known only after an iteration over all of its batches")
         return value
+
+
+def corpus_name(text: str) -> str:
+    """What is left of a text as the name of a corpus, with "-" for what cannot be in the name of a folder."""
+    return _NOT_IN_A_NAME.sub("-", text)[:100].strip("-._")

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache
+from teacher_cache.storage.codec import cosine_errors
 from teacher_cache.storage.texts import TextTable
 from teacher_cache.text_key import text_keys
 from teacher_cache.view import SpaceView
@@ -38,10 +39,8 @@ def disagreeing(held: Vectors, given: Vectors) -> npt.NDArray[np.intp]:
     for start in range(0, len(held), _COMPARED):  # in float64, so not all at once
         ours, theirs = (part[start : start + _COMPARED].astype(np.float64) for part in (held, given))
         lengths, others = np.linalg.norm(ours, axis=1), np.linalg.norm(theirs, axis=1)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            cosine = (ours * theirs).sum(axis=1) / (lengths * others)
         near = np.abs(lengths - others) <= MAX_LENGTH_DIFFERENCE * np.maximum(lengths, others)
-        same = (1 - cosine <= MAX_COSINE_DISTANCE) & near
+        same = (cosine_errors(ours, theirs) <= MAX_COSINE_DISTANCE) & near
         same |= (ours == theirs).all(axis=1)  # a zero vector has no direction
         wrong.append(np.flatnonzero(~same) + start)
     return np.concatenate(wrong)
@@ -95,11 +94,6 @@ def grouped(values: npt.NDArray[Any], limit: int, window: int) -> Iterator[RowLi
         places = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
         if len(places):
             yield places[np.argsort(values[places], kind="stable")]
-
-
-def worst_error(view: SpaceView) -> float:
-    """Largest 1 - cos of a stored vector against what the teacher said."""
-    return max((record.worst_error for _, record in view.index.iter_shards(view.array_name)), default=0.0)
 
 
 class CheckedVectors:

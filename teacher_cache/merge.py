@@ -27,7 +27,6 @@ from teacher_cache.intake import (
     fill,
     mapped,
     unnamed_file,
-    worst_error,
 )
 from teacher_cache.storage.index import Change, quarantine_key
 from teacher_cache.storage.manifest import CorpusRecord, writing_manifest
@@ -246,7 +245,7 @@ class _Joined:
             self.report(progress)
 
         read = CheckedVectors(source).gather
-        error = worst_error(source)
+        error = source.worst_error()
         filled = fill(view, part.new_rows, self.cache.rows, read, error=error, has=source.present, report=written)
         self.vectors += filled.stored
         self.held += filled.held

@@ -71,8 +71,7 @@ def reclaim(
         CacheNotFound, FormatVersionError, DamagedCache, CacheLocked: it cannot be opened for writing.
         SpaceNotFound, CorpusNotFound: no such space or corpus; nothing was removed.
     """
-    TeacherCache.open(path).close()  # for its errors: opened for writing, a missing cache would be made
-    with TeacherCache.open(path, "a") as cache:
+    with TeacherCache.open(path, "r+") as cache:
         slugs = [_slug(cache, space) for space in spaces]
         for name in corpora:
             if name not in cache.corpora() and name not in _names(cache.path / CORPORA):

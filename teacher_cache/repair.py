@@ -96,8 +96,7 @@ def repair(
     mended, unmended = _metadata(path)
     if any(mend.kind == "damaged_cache" for mend in unmended):
         return RepairReport(mended, unmended, 0)
-    TeacherCache.open(path).close()  # for its errors: opened for writing, a missing cache would be made
-    with TeacherCache.open(path, "a") as cache:
+    with TeacherCache.open(path, "r+") as cache:
         mending = _Mending(cache, corpus)
         mending.run(report)
         return RepairReport(mended + mending.mended, mending.unmended, mending.missing)

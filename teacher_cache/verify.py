@@ -19,6 +19,7 @@ from teacher_cache.errors import DamagedCache
 from teacher_cache.inspection import Damage, Inspection, listed, restored
 from teacher_cache.space import LABELS
 from teacher_cache.storage.chunks import Rows
+from teacher_cache.storage.codec import cosine_errors
 from teacher_cache.storage.files import TEMPORARY_SUFFIX
 from teacher_cache.teachers import resolve
 from teacher_cache.teachers.base import TeacherOptions
@@ -163,9 +164,7 @@ class AskedAgain:
         rows, texts, stored = zip(*batch, strict=True)
         now = self._worker.encode(list(texts)).vectors.astype(np.float64)
         then = np.stack(stored).astype(np.float64)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            chord = now / np.linalg.norm(now, axis=1)[:, None] - then / np.linalg.norm(then, axis=1)[:, None]
-            difference = (chord**2).sum(axis=1) / 2
+        difference = cosine_errors(now, then)
         self.rows += len(batch)
         self.largest = float(np.nanmax([self.largest or 0.0, *difference]))
         for row, found in zip(rows, difference.tolist(), strict=True):

@@ -104,6 +104,10 @@ class SpaceView:
         """How many rows have a vector."""
         return sum(int(record.present.sum()) for _, record in self.index.iter_shards(self.array_name))
 
+    def worst_error(self) -> float:
+        """Largest 1 - cos of a stored vector against what the teacher said."""
+        return max((record.worst_error for _, record in self.index.iter_shards(self.array_name)), default=0.0)
+
     def quarantined(self, rows: range | None = None) -> dict[int, str]:
         """Row -> why its vector was refused; of all rows, or of a range."""
         return self.index.quarantined(self.slug, rows)

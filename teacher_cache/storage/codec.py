@@ -141,6 +141,16 @@ def joint_error(first: float, second: float) -> float:
     return (math.sqrt(first) + math.sqrt(second)) ** 2
 
 
+def cosine_errors(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """`(n,)`: 1 - cos between the rows of two `(n, d)` arrays; NaN where one has no direction.
+
+    From the chord between the unit vectors: subtracting a dot product from 1 would leave only rounding noise at 1e-8.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        chord = one / np.linalg.norm(one, axis=1)[:, None] - other / np.linalg.norm(other, axis=1)[:, None]
+        return np.asarray((chord**2).sum(axis=1) / 2)
+
+
 def check_rows(vectors: npt.NDArray[np.float32], form: NumberFormat) -> Checked:
     """Convert `(n, d)` float32 vectors to the format and compare every row with what will be read back."""
     stored = form.store(vectors)
@@ -160,12 +170,9 @@ def _compare(
     vectors: npt.NDArray[np.float32], stored: npt.NDArray[np.float32], form: NumberFormat
 ) -> tuple[npt.NDArray[np.float64], dict[int, str]]:
     exact, back = vectors.astype(np.float64), stored.astype(np.float64)
+    cosine_error = cosine_errors(exact, back)
     with np.errstate(invalid="ignore"):
         norm, back_norm = np.linalg.norm(exact, axis=1), np.linalg.norm(back, axis=1)
-        # 1 - cos from the chord between the unit vectors: subtracting a dot product from 1 would leave
-        # only rounding noise at 1e-8.
-        chord = exact / norm[:, None] - back / back_norm[:, None]
-        cosine_error = (chord**2).sum(axis=1) / 2
         norm_error = np.abs(back_norm - norm) / norm
         # NaN compares false, so a row that is not finite or has no length is not good.
         good = (cosine_error <= form.max_cosine_error) & (norm_error <= form.max_norm_error)

@@ -8,7 +8,7 @@ corpus of the same name is one index transaction, and whoever reads the old one 
 import json
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache
 from teacher_cache.storage.files import replacing
-from teacher_cache.storage.positioned import read_all
+from teacher_cache.storage.positioned import read_all, runs
 
 CORPORA = "corpora"
 
@@ -66,6 +66,10 @@ class CorpusRecord:
         fields["sources"] = tuple(Source(**source) for source in fields["sources"])
         return cls(**fields)
 
+    def shares_source(self, origins: Sequence[str]) -> bool:
+        """Whether it came from one of these files, among others."""
+        return not {source.name for source in self.sources}.isdisjoint(origins)
+
     def file(self, cache: Path) -> Path:
         return cache / CORPORA / self.name / f"rows-{self.fingerprint[:16]}.npy"
 
@@ -110,11 +114,10 @@ class Manifest:
                     f"corpus {self.record.name!r} has {len(self)} records, counted from 0; asked for "
                     f"{records.min()} to {records.max()}"
                 )
-            first = np.concatenate([[0], np.flatnonzero(records[1:] - records[:-1] != 1) + 1]).tolist()
             read_all(
                 [
                     (self._file, self._offset + 8 * width * int(records[start]), out[start:stop])
-                    for start, stop in zip(first, [*first[1:], len(records)], strict=True)
+                    for start, stop in runs(records)
                 ]
             )
         return out

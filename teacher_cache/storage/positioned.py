@@ -8,7 +8,11 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 THREADS = 32
 # Absent outside Linux, where everything counts as cold.
@@ -64,3 +68,12 @@ def _read(read: Read) -> None:
         if count == 0:
             raise EOFError
         left, offset = left[count:], offset + count
+
+
+def runs(numbers: npt.NDArray[np.int64], *, cut: int | None = None) -> list[tuple[int, int]]:
+    """Places `[start, stop)` of numbers, one at least, that follow one another; cut before multiples of `cut`."""
+    ends = numbers[1:] - numbers[:-1] != 1
+    if cut is not None:
+        ends |= numbers[1:] % cut == 0
+    first = np.concatenate([[0], np.flatnonzero(ends) + 1]).tolist()
+    return list(pairwise([*first, len(numbers)]))

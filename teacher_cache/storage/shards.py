@@ -27,7 +27,7 @@ from teacher_cache.storage.chunks import Bytes, NumberCodec, Rows, codec_from, c
 from teacher_cache.storage.files import replacing, sync_folder
 from teacher_cache.storage.mapping import ShardMap
 from teacher_cache.storage.opened import EMPTY, OpenShard
-from teacher_cache.storage.positioned import in_memory, read_all, threads
+from teacher_cache.storage.positioned import in_memory, read_all, runs, threads
 
 # Shard files that one array keeps open.
 OPEN_SHARDS = max(32, min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
@@ -305,11 +305,9 @@ class ShardedArray:
         if (np.count_nonzero(ends) + 1) * RUN_ROWS > len(rows) and self._warm(mapped, rows):
             np.take(mapped.matrix, rows, axis=0, out=out, mode="clip")  # other modes buffer the result
             return
-        # A run ends where its shard does, too.
-        first = np.concatenate([[0], np.flatnonzero(ends | (rows[1:] % self.shard_rows == 0)) + 1])
-        runs = list(zip(first.tolist(), [*first[1:].tolist(), len(rows)], strict=True))
-        for done in range(0, len(runs), OPEN_SHARDS):  # so that no file is closed before it is read
-            group = runs[done : done + OPEN_SHARDS]
+        spans = runs(rows, cut=self.shard_rows)
+        for done in range(0, len(spans), OPEN_SHARDS):  # so that no file is closed before it is read
+            group = spans[done : done + OPEN_SHARDS]
             places = [divmod(int(rows[start]), self.shard_rows) for start, _ in group]
             opened = self.open_shards([number for number, _ in places])
             self._fill(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from teacher_cache.build import Progress
 from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheError, MissingDependency, MissingRows
-from teacher_cache.intake import CheckedVectors, checked_texts, worst_error
+from teacher_cache.intake import CheckedVectors, checked_texts
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, sync_folder
 from teacher_cache.transfer import FORMATS
 from teacher_cache.transfer.base import Block, Origin
@@ -86,7 +86,7 @@ def export(
         rows = _Rows(table, view, corpus)
         if not rows.exported:
             raise CacheError(f"space {view.slug} of {cache} has no vector for any row asked for: nothing to export")
-        origin = Origin(view.space, view.record.storage, corpus, worst_error(view))
+        origin = Origin(view.space, view.record.storage, corpus, view.worst_error())
         with _appearing(output) as target:
             module.write(target, _blocks(table, view, rows, origin.dtype, report), origin, rows.exported)
         return ExportReport(

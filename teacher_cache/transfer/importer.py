@@ -1,7 +1,7 @@
 """Bring vectors into a cache that were computed elsewhere: a cache's export, or what people have on disk."""
 
-import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from teacher_cache import intake
 from teacher_cache.build import READ_RECORDS, Progress, ingest
 from teacher_cache.cache import TeacherCache, checked_name
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus import Corpus, corpus_name
 from teacher_cache.errors import CacheError, CorpusError, SpaceMismatch
 from teacher_cache.intake import RowList, difference, disagreeing, excerpt, fill, grouped, mapped, unnamed_file
 from teacher_cache.storage.codec import number_format
@@ -29,8 +29,6 @@ from teacher_cache.view import SpaceView
 # float16 and bfloat16 round the length of a unit vector by less.
 UNIT_LENGTH_ERROR = 1e-2
 _CHECKED_ROWS = 4096
-# What `checked_name` refuses in the name of a corpus.
-_NOT_IN_A_NAME = re.compile("[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
@@ -137,16 +135,13 @@ def import_vectors(
             return _float32(given.vectors[records])
 
         filled = fill(view, rows, table.rows, read, error=error, report=written)
-        reasons: dict[str, int] = {}
-        for reason in filled.refused.values():
-            reasons[reason] = reasons.get(reason, 0) + 1
         return ImportReport(
             rows=texts,
             distinct=manifest.record.distinct,
             stored=filled.stored,
             held=filled.held,
             quarantined=len(filled.refused),
-            reasons=reasons,
+            reasons=dict(Counter(filled.refused.values())),
             space=view.slug,
             corpus=name,
             cache=str(cache),
@@ -327,11 +322,11 @@ def _name(source: Path, given: Given, table: TeacherCache | None) -> str:
     if given.origin is not None and given.origin.corpus is not None:
         name = checked_name(given.origin.corpus)
     elif source.is_dir():  # of an exported folder the corpus knows one file alone
-        name = _NOT_IN_A_NAME.sub("-", source.resolve().name)[:100].strip("-._") or name
+        name = corpus_name(source.resolve().name) or name
     held = None if table is None else table.corpora().get(name)
     if held is None or held.fingerprint == corpus.fingerprint:
         return name
-    if not {part.name for part in held.sources} & set(corpus.origins):
+    if not held.shares_source(corpus.origins):
         raise CacheError(f"the cache has another corpus {name!r}, from {held.sources[0].name}; give this one a --name")
     return name
 
