@@ -59,11 +59,28 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class SharpnessConfig:
-    """`none`, `sam`, `asam` (as published with TALAS) or `asam-kwon`; None keeps a preset's value."""
+    """Sharpness-aware steps: a name of `distill list sharpness`; None keeps that preset's value.
+
+    Attributes:
+        rho: radius of the perturbation.
+        eta: added to |w| where the scaling has a place for it.
+        every: sharpness-aware steps are every k-th one, the others are plain.
+        parameters: which are perturbed: "all", "student" (not the objective's own projections) or "norms" (the
+            gains and biases of normalisation layers).
+        ascent_terms: names of the objective's terms that the first pass climbs; a first pass without terms that
+            compare views encodes one view alone. None climbs the whole loss.
+        alpha: of `looksam`, how strongly the kept direction counts in the steps between.
+        variance_weight: of `disam`, lambda in loss - lambda * variance over domains.
+    """
 
     name: str = "asam"
     rho: float | None = None
     eta: float | None = None
+    every: int | None = None
+    parameters: str | None = None
+    ascent_terms: tuple[str, ...] | None = None
+    alpha: float | None = None
+    variance_weight: float | None = None
 
 
 @dataclass(frozen=True)

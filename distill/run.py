@@ -27,7 +27,7 @@ from distill.evaluation.agreement import agreement
 from distill.export import load_export
 from distill.export.card import model_card
 from distill.objectives import load_objective
-from distill.objectives.base import Objective
+from distill.objectives.base import Objective, TeacherShape
 from distill.sharpness import build_sharpness
 from distill.student import Student
 from distill.trainer import (
@@ -258,10 +258,10 @@ def _objective(config: RunConfig, student: Student, space: SpaceView) -> Objecti
         options |= kind.presets[chosen.preset]
     options |= chosen.options
     try:
-        objective = kind(student.shape, space.dims, **options)
+        objective = kind(student.shape, TeacherShape(space.dims), **options)
     except TypeError as error:
         raise ConfigError(f"objective {chosen.name} was given options it does not take: {error}") from error
-    if objective.needs.token_states:
+    if objective.needs.tokens:
         raise NeedsNotMet(
             f"objective {chosen.name} needs the teacher's token states, but {space.slug} holds sentence vectors alone"
         )

@@ -104,7 +104,9 @@ class Student(nn.Module):
     @property
     def shape(self) -> StudentShape:
         config: Any = self.encoder.config
-        return StudentShape(int(config.hidden_size), int(config.num_hidden_layers), self.pooling)
+        return StudentShape(
+            int(config.hidden_size), int(config.num_hidden_layers), self.pooling, int(config.num_attention_heads)
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`(L + 1, n, d_s)` float32: the pooled state of the embedding layer and of each block."""

@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from distill.errors import ConfigError
-from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherTargets, unit
+from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
+from distill.objectives.options import check_positive
 
 
 def info_nce(first: Tensor, second: Tensor, temperature: float, text_ids: Tensor | None = None) -> Tensor:
@@ -27,12 +27,6 @@ def info_nce(first: Tensor, second: Tensor, temperature: float, text_ids: Tensor
         return torch.nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
 
-def check_temperature(temperature: object) -> None:
-    """Raise `ConfigError` unless `temperature` is a positive number."""
-    if not (isinstance(temperature, int | float) and 0 < temperature < math.inf):
-        raise ConfigError(f"objective option temperature: expected a number above 0, found {temperature!r}")
-
-
 class SimCSE(Objective):
     """`info_nce` between two views of the last layer; the teacher's vectors are not looked at.
 
@@ -41,6 +35,7 @@ class SimCSE(Objective):
     """
 
     needs = Needs(views=2)
+    second_view_terms = frozenset({"simcse"})
     presets: ClassVar[dict[str, dict[str, object]]] = {
         "paper": {},
         "official": {"mask_duplicates": False},
@@ -48,24 +43,26 @@ class SimCSE(Objective):
 
     def __init__(
         self,
-        shape: StudentShape,
-        teacher_dim: int,
+        student: StudentShape,
+        teacher: TeacherShape,
         *,
         temperature: float = 0.05,
         mask_duplicates: bool = True,
     ) -> None:
-        """See `info_nce`; `shape` and `teacher_dim` are part of every objective's signature and unused.
+        """See `info_nce`; `student` and `teacher` are part of every objective's signature and unused.
 
         Raises:
             ConfigError: `temperature` is not a positive number.
         """
         super().__init__()
-        check_temperature(temperature)
+        check_positive("temperature", temperature)
         self.temperature = temperature
         self.mask_duplicates = mask_duplicates
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The one term, "simcse"."""
+        """The one term, "simcse"; none where there is no second view."""
+        if student.views < 2:
+            return {}
         first, second = student.view(0)[-1], student.view(1)[-1]
         text_ids = teacher.text_ids if self.mask_duplicates else None
         return {"simcse": info_nce(first, second, self.temperature, text_ids)}

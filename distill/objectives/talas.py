@@ -25,15 +25,15 @@ Where the paper and its published code differ:
 Under gradient accumulation LASD and SimCSE see one micro-batch at a time.
 """
 
-import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from distill.errors import ConfigError
-from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherTargets, unit
-from distill.objectives.simcse import check_temperature, info_nce
+from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
+from distill.objectives.options import check, check_choice, check_count, check_positive, check_weight
+from distill.objectives.simcse import info_nce
 
 VIEWS = ("dropout", "pair")
 HEADS = ("learned", "identity")
@@ -46,6 +46,7 @@ class Talas(Objective):
     """
 
     needs = Needs(views=2)
+    second_view_terms = frozenset({"simcse"})
     presets: ClassVar[dict[str, dict[str, object]]] = {
         "paper": {},
         "official": {"start_layer": 0, "mask_duplicates": False},
@@ -53,8 +54,8 @@ class Talas(Objective):
 
     def __init__(
         self,
-        shape: StudentShape,
-        teacher_dim: int,
+        student: StudentShape,
+        teacher: TeacherShape,
         *,
         anchored_layers: int = 2,
         start_layer: int | None = None,
@@ -91,20 +92,19 @@ class Talas(Objective):
         super().__init__()
         weights = {"tamd_weight": tamd_weight, "lasd_weight": lasd_weight, "simcse_weight": simcse_weight}
         for name, weight in weights.items():
-            _check(name, weight, "a number >= 0", _is_number(weight) and 0 <= weight < math.inf)
-        _check("*_weight", weights, "at least one above 0", any(weights.values()))
-        std = head_init_std
-        _check("head_init_std", std, "a number above 0", _is_number(std) and 0 < std < math.inf)
-        _check("views", views, f"one of {', '.join(VIEWS)}", views in VIEWS)
-        check_temperature(temperature)
-        _check("head", head, f"one of {', '.join(HEADS)}", head in HEADS)
-        if head == "identity" and shape.dim != teacher_dim:
+            check_weight(name, weight)
+        check("*_weight", weights, "at least one above 0", any(weights.values()))
+        check_positive("head_init_std", head_init_std)
+        check_choice("views", views, VIEWS)
+        check_positive("temperature", temperature)
+        check_choice("head", head, HEADS)
+        if head == "identity" and student.dim != teacher.dim:
             raise ConfigError(
-                f"talas option head: 'identity' needs equal widths, the student's is {shape.dim} and the teacher's "
-                f"{teacher_dim}"
+                f"objective option head: 'identity' needs equal widths, the student's is {student.dim} and the "
+                f"teacher's {teacher.dim}"
             )
-        layers = shape.layers
-        _check_count("anchored_layers", anchored_layers, 1, layers, f"a student of {layers} layers")
+        layers = student.layers
+        check_count("anchored_layers", anchored_layers, 1, layers, f"a student of {layers} layers")
 
         self.tamd_weight, self.lasd_weight, self.simcse_weight = tamd_weight, lasd_weight, simcse_weight
         self.temperature, self.mask_duplicates, self.views = temperature, mask_duplicates, views
@@ -113,11 +113,11 @@ class Talas(Objective):
         self.detach_guide = detach_guide
         self.first_aligned = 0
         if lasd_weight:
-            self.first_aligned = _first_aligned(shape, start_layer, depth)
+            self.first_aligned = _first_aligned(student, start_layer, depth)
         self.in_teacher_space = head == "identity" and bool(tamd_weight)
         anchored = range(anchored_layers if tamd_weight else 0)
         self.heads = nn.ModuleList(
-            nn.Linear(shape.dim, teacher_dim, bias=False) if head == "learned" else nn.Identity() for _ in anchored
+            nn.Linear(student.dim, teacher.dim, bias=False) if head == "learned" else nn.Identity() for _ in anchored
         )
         for projection in self.heads.parameters():
             nn.init.normal_(projection, std=head_init_std)
@@ -131,7 +131,7 @@ class Talas(Objective):
                 terms["tamd"] = self.tamd_weight * self._anchoring(layers, teacher.vectors.detach())
             if self.lasd_weight:
                 terms["lasd"] = self.lasd_weight * self._alignment(layers)
-            if self.simcse_weight:
+            if self.simcse_weight and student.views > 1:
                 text_ids = teacher.text_ids if self.mask_duplicates else None
                 contrast = info_nce(layers[-1], student.view(1)[-1], self.temperature, text_ids)
                 terms["simcse"] = self.simcse_weight * contrast
@@ -164,23 +164,9 @@ def _first_aligned(shape: StudentShape, start_layer: int | None, depth: int | No
             raise ConfigError(
                 "talas: a cls-pooled student of 1 layer has no two blocks to align; set start_layer=0 or lasd_weight=0"
             )
-    _check_count("start_layer", start_layer, 0, layers - 1, f"a student of {layers} layers")
+    check_count("start_layer", start_layer, 0, layers - 1, f"a student of {layers} layers")
     if depth is None:
         return start_layer
     pairs = layers - start_layer
-    _check_count("depth", depth, 1, pairs, f"{pairs} pairs of layers from start_layer {start_layer} on")
+    check_count("depth", depth, 1, pairs, f"{pairs} pairs of layers from start_layer {start_layer} on")
     return layers - depth
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def _check_count(option: str, value: int, low: int, high: int, of: str) -> None:
-    fits = isinstance(value, int) and low <= value <= high
-    _check(option, value, f"a whole number from {low} to {high} ({of})", fits)
-
-
-def _check(option: str, value: object, expected: str, fits: bool) -> None:
-    if not fits:
-        raise ConfigError(f"talas option {option}: expected {expected}, found {value!r}")

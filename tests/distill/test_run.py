@@ -387,7 +387,7 @@ class TokenHungry(Talas):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.needs = Needs(views=2, token_states=True)
+        self.needs = Needs(views=2, tokens=True)
 
 
 def test_token_states_are_refused_where_the_cache_has_none(

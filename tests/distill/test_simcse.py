@@ -9,7 +9,7 @@ from torch import Tensor
 from distill.errors import ConfigError
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.objectives.simcse import SimCSE, info_nce
-from tests.contracts.objective_contract import SHAPE, TEACHER_DIM, TEXT_IDS, ObjectiveContract
+from tests.contracts.objective_contract import SHAPE, TEACHER_SHAPE, TEXT_IDS, ObjectiveContract
 
 FIRST = torch.tensor([[2.0, 0.0], [0.0, 0.5]])
 SECOND = torch.tensor([[3.0, 4.0], [0.0, 7.0]])
@@ -20,11 +20,11 @@ class TestSimCSE(ObjectiveContract):
     used_states = frozenset({(0, 3), (1, 3)})
 
     def make(self) -> Objective:
-        return SimCSE(SHAPE, TEACHER_DIM)
+        return SimCSE(SHAPE, TEACHER_SHAPE)
 
     def test_it_is_info_nce_of_the_last_layer_at_its_own_temperature(self) -> None:
         states = self.states(2)
-        terms = SimCSE(SHAPE, TEACHER_DIM, temperature=0.3)(
+        terms = SimCSE(SHAPE, TEACHER_SHAPE, temperature=0.3)(
             StudentOutput(states, views=2), TeacherTargets(self.vectors(), TEXT_IDS)
         )
         assert terms.keys() == {"simcse"}
@@ -33,14 +33,14 @@ class TestSimCSE(ObjectiveContract):
     def test_the_official_preset_keeps_repeated_texts_as_negatives(self) -> None:
         states = self.states(2)
         student, teacher = StudentOutput(states, views=2), TeacherTargets(self.vectors(), TEXT_IDS)
-        objective = SimCSE(SHAPE, TEACHER_DIM, mask_duplicates=False)
+        objective = SimCSE(SHAPE, TEACHER_SHAPE, mask_duplicates=False)
         assert SimCSE.presets["official"] == {"mask_duplicates": False}
         assert torch.equal(objective(student, teacher)["simcse"], info_nce(states[-1, :6], states[-1, 6:], 0.05))
 
     @pytest.mark.parametrize("temperature", [0, -0.1, math.inf, math.nan, "0.1", None])
     def test_a_temperature_that_is_no_positive_number_is_refused(self, temperature: Any) -> None:
         with pytest.raises(ConfigError, match="temperature: expected a number above 0"):
-            SimCSE(SHAPE, TEACHER_DIM, temperature=temperature)
+            SimCSE(SHAPE, TEACHER_SHAPE, temperature=temperature)
 
 
 def test_info_nce_by_hand() -> None:

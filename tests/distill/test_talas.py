@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from distill.errors import ConfigError
-from distill.objectives.base import Objective, StudentOutput, StudentShape, TeacherTargets
+from distill.objectives.base import Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets
 from distill.objectives.simcse import info_nce
 from distill.objectives.talas import Talas
-from tests.contracts.objective_contract import SHAPE, TEACHER_DIM, TEXT_IDS, ObjectiveContract
+from tests.contracts.objective_contract import SHAPE, TEACHER_SHAPE, TEXT_IDS, ObjectiveContract
 
 TWO_LAYERS = StudentShape(dim=2, layers=2, pooling="mean")
 # Batch of two texts, layers 0, 1, 2.
@@ -45,10 +45,10 @@ class TestTalas(ObjectiveContract):
 
     def make(self) -> Objective:
         torch.manual_seed(0)
-        return Talas(SHAPE, TEACHER_DIM)
+        return Talas(SHAPE, TEACHER_SHAPE)
 
     def test_it_equals_numpy_in_double_precision(self) -> None:
-        objective = Talas(SHAPE, TEACHER_DIM, anchored_layers=3, start_layer=1, head_init_std=0.5, simcse_weight=0.2)
+        objective = Talas(SHAPE, TEACHER_SHAPE, anchored_layers=3, start_layer=1, head_init_std=0.5, simcse_weight=0.2)
         states, vectors = self.states(2), self.vectors()
         found = terms(objective, states, TeacherTargets(vectors, TEXT_IDS), views=2)
 
@@ -71,7 +71,7 @@ class TestTalas(ObjectiveContract):
 
 
 def test_the_weights_of_the_paper_are_the_default() -> None:
-    objective = Talas(SHAPE, TEACHER_DIM)
+    objective = Talas(SHAPE, TEACHER_SHAPE)
     assert (objective.tamd_weight, objective.lasd_weight, objective.simcse_weight) == (0.75, 1.0, 0.001)
     assert objective.temperature == 0.1
     assert objective.needs.views == 2
@@ -80,22 +80,22 @@ def test_the_weights_of_the_paper_are_the_default() -> None:
 
 def test_tamd_by_hand() -> None:
     # Through identity heads: layer 1 cosines 1 and 0.8 -> mean distance 0.1; layer 2 cosines 1 and 0 -> 0.5.
-    both = with_identity_heads(Talas(TWO_LAYERS, 2, **only("tamd")))
+    both = with_identity_heads(Talas(TWO_LAYERS, TeacherShape(2), **only("tamd")))
     assert terms(both, STATES, TEACHER)["tamd"].item() == pytest.approx(0.3)
-    top = with_identity_heads(Talas(TWO_LAYERS, 2, anchored_layers=1, **only("tamd")))
+    top = with_identity_heads(Talas(TWO_LAYERS, TeacherShape(2), anchored_layers=1, **only("tamd")))
     assert terms(top, STATES, TEACHER)["tamd"].item() == pytest.approx(0.5)
 
 
 def test_tamd_is_zero_where_the_student_points_like_the_teacher() -> None:
     vectors = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
     states = torch.stack([vectors * scale for scale in (1.0, 0.1, 7.0, 3.0)])
-    objective = with_identity_heads(Talas(SHAPE, 5, **only("tamd")))
+    objective = with_identity_heads(Talas(SHAPE, TeacherShape(5), **only("tamd")))
     loss = terms(objective, states, TeacherTargets(vectors, torch.arange(4)))["tamd"]
     assert loss.item() == pytest.approx(0, abs=1e-6)
 
 
 def test_the_length_of_a_teacher_vector_does_not_matter() -> None:
-    objective = with_identity_heads(Talas(TWO_LAYERS, 2, **only("tamd")))
+    objective = with_identity_heads(Talas(TWO_LAYERS, TeacherShape(2), **only("tamd")))
     long = TeacherTargets(TEACHER.vectors * 4, TEACHER.text_ids)
     assert torch.equal(terms(objective, STATES, long)["tamd"], terms(objective, STATES, TEACHER)["tamd"])
 
@@ -103,13 +103,13 @@ def test_the_length_of_a_teacher_vector_does_not_matter() -> None:
 def test_lasd_by_hand() -> None:
     # The cosine between the two texts is 0, 0.6, 1 at layers 0, 1, 2; the diagonals are equal. Each pair has
     # two such entries of four: (0, 1) gives 2 * 0.6^2 / 4 = 0.18, (1, 2) gives 2 * 0.4^2 / 4 = 0.08.
-    loss = terms(Talas(TWO_LAYERS, 2, **only("lasd")), STATES, TEACHER)["lasd"]
+    loss = terms(Talas(TWO_LAYERS, TeacherShape(2), **only("lasd")), STATES, TEACHER)["lasd"]
     assert loss.item() == pytest.approx((0.18 + 0.08) / 2)
 
 
 @pytest.mark.parametrize("options", [{"start_layer": 1}, {"depth": 1}, {"start_layer": 0, "depth": 1}])
 def test_start_layer_and_depth_choose_the_upper_pairs(options: dict[str, Any]) -> None:
-    loss = terms(Talas(TWO_LAYERS, 2, **only("lasd"), **options), STATES, TEACHER)["lasd"]
+    loss = terms(Talas(TWO_LAYERS, TeacherShape(2), **only("lasd"), **options), STATES, TEACHER)["lasd"]
     assert loss.item() == pytest.approx(0.08)
 
 
@@ -126,7 +126,7 @@ def test_start_layer_and_depth_choose_the_upper_pairs(options: dict[str, Any]) -
 def test_the_embedding_layer_is_aligned_unless_cls_pooling_makes_it_constant(
     pooling: str, options: dict[str, Any], expected: float
 ) -> None:
-    objective = Talas(StudentShape(2, 2, pooling), 2, **only("lasd"), **options)
+    objective = Talas(StudentShape(2, 2, pooling), TeacherShape(2), **only("lasd"), **options)
     assert terms(objective, STATES, TEACHER)["lasd"].item() == pytest.approx(expected)
 
 
@@ -136,7 +136,9 @@ def test_a_detached_guide_is_pulled_by_no_lower_layer() -> None:
     losses = []
     for detach_guide, reached in ((False, {0, 1, 2}), (True, {0, 1})):
         layers = states.clone().requires_grad_()
-        loss = terms(Talas(TWO_LAYERS, 2, detach_guide=detach_guide, **only("lasd")), layers, TEACHER)["lasd"]
+        loss = terms(Talas(TWO_LAYERS, TeacherShape(2), detach_guide=detach_guide, **only("lasd")), layers, TEACHER)[
+            "lasd"
+        ]
         loss.backward()
         losses.append(loss.item())
         assert layers.grad is not None
@@ -146,7 +148,7 @@ def test_a_detached_guide_is_pulled_by_no_lower_layer() -> None:
 
 @pytest.mark.parametrize("kept", ["tamd", "lasd", "simcse"])
 def test_a_term_of_weight_zero_is_left_out_with_all_it_needs(kept: str) -> None:
-    objective = Talas(TWO_LAYERS, 2, **only(kept))
+    objective = Talas(TWO_LAYERS, TeacherShape(2), **only(kept))
     views = 2 if kept == "simcse" else 1
     assert objective.needs.views == views
     assert Talas.needs.views == 2
@@ -158,29 +160,29 @@ def test_a_term_of_weight_zero_is_left_out_with_all_it_needs(kept: str) -> None:
 def test_repeated_texts_repel_each_other_only_where_asked() -> None:
     teacher = TeacherTargets(TEACHER.vectors, torch.tensor([8, 8]))
     views = STATES.repeat(1, 2, 1)
-    masked = terms(Talas(TWO_LAYERS, 2, **only("simcse")), views, teacher, 2)["simcse"]
-    official = Talas(TWO_LAYERS, 2, **only("simcse", **Talas.presets["official"]))
+    masked = terms(Talas(TWO_LAYERS, TeacherShape(2), **only("simcse")), views, teacher, 2)["simcse"]
+    official = Talas(TWO_LAYERS, TeacherShape(2), **only("simcse", **Talas.presets["official"]))
     assert masked.item() == 0
     # All four cosines at layer 2 are 1.
     assert terms(official, views, teacher, 2)["simcse"].item() == pytest.approx(math.log(2))
 
 
 def test_heads_exist_for_the_anchored_layers_alone_and_start_small() -> None:
-    objective = Talas(StudentShape(200, 6, "mean"), 300, anchored_layers=4)
+    objective = Talas(StudentShape(200, 6, "mean"), TeacherShape(300), anchored_layers=4)
     weights: list[Tensor] = list(objective.heads.parameters())
     assert [tuple(weight.shape) for weight in weights] == [(300, 200)] * 4
     assert torch.stack(weights).std().item() == pytest.approx(1e-3, rel=0.02)
 
 
 def test_the_projection_is_the_head_of_the_last_layer() -> None:
-    objective = Talas(SHAPE, TEACHER_DIM, anchored_layers=3)
+    objective = Talas(SHAPE, TEACHER_SHAPE, anchored_layers=3)
     states = torch.zeros(4, 1, 5)
     states[3] = 1
     projection = objective.projection()
     assert projection is not None
     with torch.no_grad():
         projection.fill_(1)
-    teacher = TeacherTargets(torch.ones(1, TEACHER_DIM), torch.zeros(1))
+    teacher = TeacherTargets(torch.ones(1, TEACHER_SHAPE.dim), torch.zeros(1))
     # The other two anchored states are zero, with cosine 0: (1 + 1 + 0) / 3 * 0.75.
     found = objective(StudentOutput(states.repeat(1, 2, 1), views=2), teacher)
     assert found["tamd"].item() == pytest.approx(0.5)
@@ -208,19 +210,19 @@ def test_the_projection_is_the_head_of_the_last_layer() -> None:
 )
 def test_an_option_out_of_range_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Talas(SHAPE, TEACHER_DIM, **options)
+        Talas(SHAPE, TEACHER_SHAPE, **options)
 
 
 def test_a_cls_student_of_one_layer_is_told_that_it_has_nothing_to_align() -> None:
     shape = StudentShape(5, 1, "cls")
     with pytest.raises(ConfigError, match="set start_layer=0 or lasd_weight=0"):
-        Talas(shape, TEACHER_DIM, anchored_layers=1)
-    assert Talas(shape, TEACHER_DIM, anchored_layers=1, lasd_weight=0).lasd_weight == 0
+        Talas(shape, TEACHER_SHAPE, anchored_layers=1)
+    assert Talas(shape, TEACHER_SHAPE, anchored_layers=1, lasd_weight=0).lasd_weight == 0
 
 
 def test_identity_heads_anchor_the_states_themselves() -> None:
     shape = StudentShape(dim=2, layers=1, pooling="mean")
-    objective = Talas(shape, 2, anchored_layers=1, head="identity", **only("tamd"))
+    objective = Talas(shape, TeacherShape(2), anchored_layers=1, head="identity", **only("tamd"))
     states = torch.tensor([[[9.0, 9.0]], [[3.0, 4.0]]])  # layers 0 and 1 of one text
     teacher = TeacherTargets(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
     terms = objective(StudentOutput(states), teacher)
@@ -232,4 +234,4 @@ def test_identity_heads_anchor_the_states_themselves() -> None:
 
 def test_identity_heads_need_equal_widths() -> None:
     with pytest.raises(ConfigError, match="equal widths, the student's is 5 and the teacher's 7"):
-        Talas(StudentShape(dim=5, layers=3, pooling="mean"), 7, head="identity")
+        Talas(StudentShape(dim=5, layers=3, pooling="mean"), TeacherShape(7), head="identity")

@@ -12,7 +12,7 @@ from transformers import set_seed
 from distill.config import RunConfig
 from distill.data.dataset import CachedDataset, Collator
 from distill.objectives import load_objective
-from distill.objectives.base import Objective
+from distill.objectives.base import Objective, TeacherShape
 from distill.sharpness import build_sharpness
 from distill.student import Student
 from distill.trainer import Distillation, DistillTrainer, TrainingProgress
@@ -65,7 +65,7 @@ def parts(config: RunConfig, held_out: np.ndarray[Any, Any] | None = None) -> Pa
     student = Student.load(config.student)
     set_seed(config.training.seed)
     kind: Any = load_objective(config.objective.name)
-    objective: Objective = kind(student.shape, space.dims, **config.objective.options)
+    objective: Objective = kind(student.shape, TeacherShape(space.dims), **config.objective.options)
     pairs = objective.views == "pair"
     dataset = CachedDataset(cache, space, cache.corpus(config.corpus), left_out=held_out, pairs=pairs)
     repeat = 1 if pairs else objective.needs.views
