@@ -16,6 +16,7 @@ LAYERS = {
     "teacher_cache.errors": 0,
     "teacher_cache.text_key": 0,
     "teacher_cache.space": 0,
+    "teacher_cache.tokens": 0,
     "teacher_cache": 0,  # the package itself: a version
     "teacher_cache.formats": 1,
     "teacher_cache.corpus": 1,

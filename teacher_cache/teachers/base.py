@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.space import EmbeddingSpace
+from teacher_cache.tokens import TextTokens, TokenRequest
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Encoded:
         tokens: `(n,)` int32, tokens after truncation, specials and prompt included.
         truncated: `(n,)` bool, texts that were longer than the space's `max_length`.
         repaired: `(n,)` bool, rows that were non-finite or null in the compute precision and sound in float32.
+        by_token: n texts token by token, where the spec has a request.
     """
 
     vectors: npt.NDArray[np.float32]
     tokens: npt.NDArray[np.int32]
     truncated: npt.NDArray[np.bool_]
     repaired: npt.NDArray[np.bool_]
+    by_token: list[TextTokens] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +66,13 @@ class TeacherSpec:
 
     Attributes:
         folder: local folder that holds the model's files; None for a teacher without files.
+        request: what is wanted besides sentence vectors; None for these alone.
     """
 
     options: TeacherOptions
     space: EmbeddingSpace
     folder: Path | None
+    request: TokenRequest | None = None
 
     def with_dtype(self, dtype: str) -> Self:
         """The same teacher with its compute precision settled."""
