@@ -9,7 +9,8 @@ import click
 from cli.common import CONTEXT, Commands, asking_options, cache_option, common_options, emit, meta, progress_bar, say
 
 if TYPE_CHECKING:
-    from distill.trainer import TrainingProgress
+    from distill.callbacks import TrainingProgress
+    from distill.comparison import Comparison
 
 
 @click.group(cls=Commands, context_settings=CONTEXT)
@@ -46,7 +47,7 @@ class RunCommand(click.Command):
 @cache_option
 @click.option("--student", "--model-name-or-path", "--model-name", "student", help="Local folder or hub id.")
 @click.option("--objective", help="A name of `distill list objectives`.")
-@click.option("--sharpness", help="none, sam, asam or asam-kwon.")
+@click.option("--sharpness", help="A name of `distill list sharpness`.")
 @click.option("--output-dir", help="The run folder.")
 @click.option("--space", help="Embedding space of the cache; needed when it has several.")
 @click.option("--corpus", help="Corpus of the cache; needed when it has several.")
@@ -149,8 +150,7 @@ def evaluate(model: str, data: Path, tasks: str | None, output: Path | None, **a
     from distill.report.tables import task_table
     from teacher_cache.teachers.base import TeacherOptions
 
-    if output is not None and not output.parent.is_dir():
-        raise click.BadParameter(f"the folder {output.parent} is not there", param_hint="--output")
+    check_output(output)
     options = TeacherOptions(model=model, **asked)
     report = evaluate_model(options, data, names=tasks.split(",") if tasks else None, announce=say)
     record = report.to_json()
@@ -161,6 +161,74 @@ def evaluate(model: str, data: Path, tasks: str | None, output: Path | None, **a
     emit(record, lambda: [f"{report.texts:,} distinct texts, each encoded once, in {report.seconds:.0f} s"])
     if output is not None:
         output.write_text(json.dumps(record, indent=2), encoding="utf-8")
+
+
+@main.command()
+@click.argument("config", metavar="SWEEP.yaml", type=click.Path(path_type=Path))
+@click.option("--dry-run", is_flag=True, help="Check and name the runs, start none.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the table here, in Markdown.")
+@common_options
+@click.pass_context
+def sweep(ctx: click.Context, /, config: Path, dry_run: bool, output: Path | None) -> None:
+    """Train many students on one cache, a list or a grid of runs, and compare them.
+
+    Run the same command again to go on after anything: what is finished stays as it is.
+    """
+    from distill.sweep import SweepConfig
+    from distill.sweep import sweep as run_all
+
+    check_output(output)
+    settings = SweepConfig.load(config)
+    if dry_run:
+        names = [planned.name for planned in settings.plan()]
+        emit(names, lambda: [*names, f"{len(names)} runs in {settings.output_dir}"])
+        return
+    with progress_bar() as update:
+        result = run_all(
+            settings,
+            announce=say,
+            report=lambda p: update("runs", p.done, p.total, ", ".join(p.running) or "none running"),
+        )
+    show_comparison(result.comparison, result.to_json(), output)
+    ctx.exit(1 if result.failed else 0)
+
+
+@main.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option("--data", type=click.Path(path_type=Path), help="Score what was not, on the tasks' files in here.")
+@click.option("--tasks", help="Comma list; all nine by default.")
+@click.option("--dtype", default="auto", show_default=True, help="Of the scoring: auto, fp32 or bf16.")
+@click.option("--baseline", metavar="MODEL", help="Also score the student before training.")
+@click.option("--teacher", metavar="MODEL", help="Also score the teacher.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the table here, in Markdown.")
+@common_options
+def compare(runs: tuple[Path, ...], tasks: str | None, output: Path | None, **asked: Any) -> None:
+    """One table of runs: their scores, agreement, cost and size, and the settings in which they differ.
+
+    RUN is a run folder, or a folder of run folders. Runs that differ in their seed alone share a line.
+    """
+    from distill.comparison import compare_runs
+
+    check_output(output)
+    comparison = compare_runs(runs, tasks=tasks.split(",") if tasks else None, announce=say, **asked)
+    show_comparison(comparison, comparison.to_json(), output)
+
+
+def check_output(output: Path | None) -> None:
+    if output is not None and not output.parent.is_dir():
+        raise click.BadParameter(f"the folder {output.parent} is not there", param_hint="--output")
+
+
+def show_comparison(comparison: "Comparison", record: dict[str, Any], output: Path | None) -> None:
+    """The table on the console, or its figures as JSON, and in a file."""
+    from distill.report.comparison import comparison_columns, markdown, notes, print_comparison
+
+    columns, below = comparison_columns(comparison), notes(comparison)
+    if not meta("json"):
+        print_comparison(columns)
+    emit(record, lambda: below)
+    if output is not None:
+        output.write_text(markdown(columns, below), encoding="utf-8")
 
 
 @main.command()

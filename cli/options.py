@@ -11,9 +11,12 @@ from cli.common import asking_options
 if TYPE_CHECKING:
     from teacher_cache.corpus import Corpus
     from teacher_cache.teachers.base import TeacherOptions
+    from teacher_cache.tokens import TokenRequest
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 STORAGE = ("float16", "raw", "compact", "float32")
+TOKEN_STORAGE = ("float16", "raw", "compact")
+COLUMNS = ("vectors", "vectors,tokens", "vectors,tokens,attention")
 
 cache_argument = click.argument("cache", type=click.Path(path_type=Path))
 
@@ -55,12 +58,49 @@ def optional_teacher(body: Body) -> Body:
 
 def corpus_options(body: Body) -> Body:
     body = click.option(
+        "--domain-key",
+        help="Key or column that says which part of the corpus a text is from; kept for methods that use it.",
+    )(body)
+    body = click.option(
         "--text-key",
         default="text",
         show_default=True,
         help="Key or column of the text; two for pairs: 'a,b'.",
     )(body)
     return click.argument("paths", metavar="CORPUS...", nargs=-1, required=True)(body)
+
+
+def column_options(body: Body) -> Body:
+    body = click.option(
+        "--attention-layers",
+        metavar="L[,L...]",
+        help="Layers whose attention is kept, counted from 1; by default those that are kept already, or the last.",
+    )(body)
+    return click.option(
+        "--columns",
+        type=click.Choice(COLUMNS),
+        default="vectors",
+        show_default=True,
+        help="What to keep of each text: also last hidden states and tokens, also attention maps.",
+    )(body)
+
+
+def tokens_of(columns: str, attention_layers: str | None) -> "TokenRequest | None":
+    """What `column_options` ask for besides vectors."""
+    from teacher_cache.tokens import TokenRequest
+
+    if attention_layers is not None and "attention" not in columns:
+        raise click.UsageError(f"--attention-layers goes with --columns {COLUMNS[-1]}, not {columns}")
+    if columns == "vectors":
+        return None
+    if "attention" not in columns:
+        return TokenRequest()
+    layers = (attention_layers or "").split(",") if attention_layers is not None else []
+    if not all(layer.strip().isdecimal() for layer in layers):
+        raise click.BadParameter(
+            f"{attention_layers!r} is no list of layers such as 8,12", param_hint="--attention-layers"
+        )
+    return TokenRequest(attention=tuple(int(layer) for layer in layers))
 
 
 space_option = click.option("--space", help="Slug, fingerprint or teacher; needed when the cache has several spaces.")
@@ -76,10 +116,10 @@ def teacher_of(given: dict[str, Any]) -> "TeacherOptions":
     return TeacherOptions(batch_tokens=None if tokens == "auto" else int(tokens), **given)
 
 
-def corpus_of(paths: tuple[str, ...], text_key: str) -> "Corpus":
+def corpus_of(paths: tuple[str, ...], text_key: str, domain_key: str | None = None) -> "Corpus":
     from teacher_cache.corpus import Corpus
 
-    return Corpus.open(paths, text_key)
+    return Corpus.open(paths, text_key, domain_key)
 
 
 def trains_on(cache: Path, space: str, corpus: str) -> str:

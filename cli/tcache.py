@@ -9,14 +9,20 @@ from cli import transfer, upkeep
 from cli.common import CONTEXT, Commands, cache_option, common_options, emit, progress_bar, say, size
 from cli.options import (
     STORAGE,
+    TOKEN_STORAGE,
     cache_argument,
+    column_options,
     corpus_of,
     corpus_options,
     space_option,
     teacher_of,
     teacher_options,
+    tokens_of,
     trains_on,
 )
+
+# Those of teacher_cache.alignment, which imports more than --help needs.
+ALIGNMENTS = ("offset", "mined_types", "mined_dp", "dtw_mean", "dtw_strict")
 
 
 @click.group(cls=Commands, context_settings=CONTEXT)
@@ -31,14 +37,22 @@ def main() -> None:
 @cache_option
 @click.option("--name", help="Name of the corpus in the cache; by default that of the first file.")
 @click.option("--storage", type=click.Choice(STORAGE), help="Number format of a new space; float16 by default.")
+@column_options
+@click.option(
+    "--token-storage", type=click.Choice(TOKEN_STORAGE), help="Number format of new token states; float16 by default."
+)
 @click.option("--workers", default="local", show_default=True, help="local, ray or ray:N.")
 @common_options
 def build(
     paths: tuple[str, ...],
     text_key: str,
+    domain_key: str | None,
     cache: Path,
     name: str | None,
     storage: str | None,
+    columns: str,
+    attention_layers: str | None,
+    token_storage: str | None,
     workers: str,
     **teacher: Any,
 ) -> None:
@@ -47,6 +61,9 @@ def build(
     from teacher_cache.build import build as fill
     from teacher_cache.workers import parse_workers
 
+    tokens = tokens_of(columns, attention_layers)
+    if token_storage is not None and tokens is None:
+        raise click.UsageError("--token-storage goes with --columns vectors,tokens")
     announced = False
     with progress_bar() as update:
 
@@ -71,12 +88,14 @@ def build(
             update("encoding texts", progress.done, progress.total, detail)
 
         result = fill(
-            corpus_of(paths, text_key),
+            corpus_of(paths, text_key, domain_key),
             teacher_of(teacher),
             cache,
             name=name,
             workers=parse_workers(workers),
             storage=storage,
+            tokens=tokens,
+            token_storage=token_storage,
             report=report,
         )
 
@@ -86,6 +105,11 @@ def build(
             f"encoded in {result.seconds:.1f} s ({result.truncated:,} truncated, {result.repaired:,} repaired, "
             f"{result.quarantined:,} quarantined)",
         ]
+        if tokens is not None:
+            told.append(
+                f"  {' and '.join(result.columns[1:])} of {result.token_texts:,} texts, {size(result.token_bytes)} "
+                "before compression"
+            )
         told += [f"  quarantined {count:,}: {reason}" for reason, count in result.reasons.items()]
         told += [
             f"  {name.replace('_', ' ')}: {count:,}"
@@ -102,13 +126,24 @@ def build(
 @corpus_options
 @teacher_options
 @cache_option
+@column_options
 @click.option("--probe", is_flag=True, help="Load the teacher and time it on a few texts.")
 @common_options
-def plan(paths: tuple[str, ...], text_key: str, cache: Path, probe: bool, **teacher: Any) -> None:
+def plan(
+    paths: tuple[str, ...],
+    text_key: str,
+    domain_key: str | None,
+    cache: Path,
+    columns: str,
+    attention_layers: str | None,
+    probe: bool,
+    **teacher: Any,
+) -> None:
     """Rows, tokens, gigabytes and hours of a build, without building."""
     from teacher_cache.plan import plan as foretell
 
-    result = foretell(corpus_of(paths, text_key), teacher_of(teacher), cache, probe=probe)
+    tokens = tokens_of(columns, attention_layers)
+    result = foretell(corpus_of(paths, text_key, domain_key), teacher_of(teacher), cache, tokens=tokens, probe=probe)
 
     def lines() -> list[str]:
         hours = "unknown (--probe times it)" if result.hours is None else f"{result.hours:.2f} h, {result.basis}"
@@ -118,10 +153,69 @@ def plan(paths: tuple[str, ...], text_key: str, cache: Path, probe: bool, **teac
             "encode",
             f"about {result.tokens:,} tokens ({result.truncated:.1%} of the texts longer than the maximum)",
             "size: " + ", ".join(f"{size(count)} as {form}" for form, count in result.bytes.items()),
+            *(
+                [
+                    "token columns: "
+                    + ", ".join(f"{size(count)} as {form}" for form, count in result.token_bytes.items())
+                ]
+                if result.token_bytes
+                else []
+            ),
             f"time: {hours}",
         ]
 
     emit(result.to_json(), lines, "tcache build with the same arguments")
+
+
+@main.command()
+@cache_argument
+@click.option("--student", required=True, metavar="MODEL", help="Whose tokens: a model folder, hub id or known name.")
+@click.option("--method", type=click.Choice(ALIGNMENTS), default="offset", show_default=True)
+@space_option
+@click.option("--corpus", help="Name of the corpus, where the cache has several.")
+@click.option("--prompt", default="", help="Text put in front of the student's texts.")
+@click.option("--max-length", type=click.IntRange(1), help="Tokens that the student reads; at most 256 by default.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
+@common_options
+def align(
+    cache: Path,
+    student: str,
+    method: str,
+    space: str | None,
+    corpus: str | None,
+    prompt: str,
+    max_length: int | None,
+    trust_remote_code: bool,
+) -> None:
+    """Map the teacher's tokens onto a student's, once for all runs. Only the student's tokenizer is loaded."""
+    from teacher_cache.align import align_corpus
+
+    with progress_bar() as update:
+        result = align_corpus(
+            cache,
+            student,
+            method,
+            space=space,
+            corpus=corpus,
+            prompt=prompt,
+            max_length=max_length,
+            trust_remote_code=trust_remote_code,
+            report=lambda done, total: update("aligning texts", done, total, ""),
+        )
+
+    def lines() -> list[str]:
+        told = [
+            f"{result.rows:,} distinct texts: {result.cached:,} aligned before, {result.aligned:,} now in "
+            f"{result.seconds:.1f} s"
+        ]
+        if result.student_tokens:
+            told.append(f"{result.mapped / result.student_tokens:.1%} of the student's tokens have a counterpart")
+        if result.without_tokens:
+            told.append(f"{result.without_tokens:,} texts have no token columns and were left out")
+        told.append(f"space {result.space}, corpus {result.corpus}: {result.array}")
+        return told
+
+    emit(result.to_json(), lines)
 
 
 @main.command()
@@ -137,12 +231,23 @@ def info(cache: Path) -> None:
         told = [f"{cache}: {record['rows']:,} distinct texts"]
         for name, corpus in record["corpora"].items():
             told.append(f"corpus {name}: {corpus['rows']:,} rows, {corpus['distinct']:,} distinct")
+            told += [f"  domain {domain}: {count:,} rows" for domain, count in corpus["domains"].items()]
         for slug, space in record["spaces"].items():
             told.append(
                 f"space {slug}: {space['present']:,} vectors of {space['dim']} as {space['storage']}, "
                 f"{size(space['bytes'])}, {space['quarantined']:,} quarantined"
             )
             told.append(f"  {space['description']}")
+            for name, column in space["columns"].items():
+                kind = (
+                    f"of {column['width']} as {column['storage']}"
+                    if name == "tokens"
+                    else f"of layer{'s' * (len(column['layers']) > 1)} {', '.join(map(str, column['layers']))}"
+                )
+                told.append(
+                    f"  {name} {kind} of {column['present']:,} texts, {size(column['bytes'])}, "
+                    f"{column['quarantined']:,} quarantined"
+                )
             told += [
                 f"  quarantined row {refused['row']}, {refused['text'][:60]!r}: {refused['reason']}"
                 for refused in space["quarantined_rows"][:5]

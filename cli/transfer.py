@@ -44,6 +44,7 @@ def export(cache: Path, form: str, output: Path, space: str | None, corpus: str 
             f"{result.rows:,} vectors of {result.dims} {result.dtype} numbers in {result.seconds:.1f} s: {what}, space "
             f"{result.space}",
             f"{result.output}; left out: {left_out}",
+            *([f"vectors alone are exported, not {result.token_columns}"] if result.token_columns else []),
         ]
 
     emit(result.to_json(), lines)
@@ -123,6 +124,8 @@ def merge(sources: tuple[Path, ...], into: Path) -> None:
         return [
             f"{result.rows:,} distinct texts, {result.texts:,} of them new; {result.vectors:,} vectors stored, "
             f"{result.held:,} there before, {result.quarantined:,} quarantined, in {result.seconds:.1f} s",
+            *([f"token columns of {result.token_texts:,} texts stored"] if result.token_texts else []),
+            *(f"left out: {left_out}" for left_out in result.left_out),
             f"spaces {', '.join(result.spaces) or 'none'}; new corpora {', '.join(result.corpora) or 'none'}; in "
             f"{result.cache}",
         ]

@@ -72,7 +72,7 @@ def repair(cache: Path, paths: tuple[str, ...], text_key: str) -> None:
         counts = f"{len(result.mended):,} mended, {len(result.unmended):,} not"
         return [*told, f"{counts}; {result.missing:,} rows are missing now"]
 
-    emit(result.to_json(), lines, "tcache build with the same corpus and teacher" if result.missing else "")
+    emit(result.to_json(), lines, "tcache build with the same corpus, teacher and --columns" if result.missing else "")
     if not result.ok:
         click.get_current_context().exit(3)
 
@@ -90,6 +90,7 @@ def reindex(cache: Path) -> None:
     def lines() -> list[str]:
         told = [f"LEFT OUT: {left.where}: {left.why}" for left in result.left_out]
         told += [f"space {slug}: {count:,} vectors" for slug, count in result.spaces.items()]
+        told += [f"space {slug}: tokens of {count:,} texts" for slug, count in result.tokens.items()]
         told += [f"corpus {name}" for name in result.corpora]
         return [*told, f"a new index of {result.rows:,} texts{f'; the one before {result.old}' if result.old else ''}"]
 
@@ -149,7 +150,8 @@ def convert(cache: Path, storage: str, space: str | None) -> None:
             return [f"space {result.space} is stored as {storage} already"]
         return [
             f"{result.rows:,} vectors of {result.space}: {result.storage_before} -> {result.storage}, "
-            f"{size(result.bytes_before)} -> {size(result.bytes)}, 1 - cos at most {result.worst_error:.2g}"
+            f"{size(result.bytes_before)} -> {size(result.bytes)}, 1 - cos at most {result.worst_error:.2g}",
+            *([f"{result.token_columns} stay as they are stored"] if result.token_columns else []),
         ]
 
     emit(result.to_json(), lines, f"tcache gc {cache} frees what readers no longer need")

@@ -19,6 +19,9 @@ from distill.errors import ConfigError
 from teacher_cache.shuffle import WINDOW
 from teacher_cache.space import EmbeddingSpace
 
+# Records shuffled together where a record is kilobytes of token states.
+TOKEN_WINDOW = 1024
+
 # Arguments of transformers' that this trainer's own ways replace: accepting them would change nothing, or break
 # what a run promises.
 NOT_FOR_A_RUN = {
@@ -45,6 +48,25 @@ class StudentConfig:
     pooling: str | None = None
     max_length: int | None = None
     prompt: str = ""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """Where the teacher's answers come from.
+
+    Attributes:
+        mode: "cached" reads them from the cache. "online" asks the teacher itself at every step, which is what the
+            cache spares: the baseline to measure it against. The texts still come from the cache, and the teacher
+            must be the very one of the space.
+        model: local folder or hub id of the online teacher.
+        device: torch device of the online teacher; None picks CUDA, then MPS, then CPU.
+        trust_remote_code: run code that comes with it.
+    """
+
+    mode: str = "cached"
+    model: str = ""
+    device: str | None = None
     trust_remote_code: bool = False
 
 
@@ -88,7 +110,8 @@ class DataConfig:
     """How records are drawn.
 
     Attributes:
-        window: records shuffled together; their vectors are in memory twice.
+        window: records shuffled together; what the teacher said of them is in memory twice. None is 16,384, or
+            1,024 where an objective compares tokens.
         group_by_length: make batches of texts of similar length inside a window.
         held_out: distinct texts that are never trained on; agreement with the teacher is measured on them.
             At most an eighth of the corpus is held out, and nothing from a corpus under 256 distinct texts.
@@ -96,7 +119,7 @@ class DataConfig:
         skip_quarantined: train without the texts whose vector was refused, instead of refusing the corpus.
     """
 
-    window: int = WINDOW
+    window: int | None = None
     group_by_length: bool = False
     held_out: int = 256
     drop_last: bool = False
@@ -109,7 +132,8 @@ class TrainingConfig:
 
     Attributes:
         head_learning_rate: for the objective's own projections.
-        min_lr_rate: the cosine ends at this share of the learning rate.
+        lr_scheduler_type: a name of transformers', or "linear_cycles": down in a straight line, `cycles` times.
+        min_lr_rate: the share of the learning rate at which a cosine "with_min_lr" or a cycle ends.
         precision: "auto" is bf16 where the GPU or processor has it, else fp16 on a GPU, fp32 on a processor.
         max_steps: optimiser steps; -1 trains `num_train_epochs`.
         save_steps: optimiser steps between checkpoints.
@@ -126,6 +150,7 @@ class TrainingConfig:
     warmup_ratio: float = 0.06
     lr_scheduler_type: str = "cosine_with_min_lr"
     min_lr_rate: float = 0.1
+    cycles: int = 1
     max_grad_norm: float = 0.0
     precision: str = "auto"
     seed: int = 42
@@ -158,16 +183,18 @@ class RunConfig:
 
     Attributes:
         cache: folder of the teacher cache.
-        space: slug, fingerprint or teacher of an embedding space, or fields that it must have; None when the
-            cache has one.
+        space: slug, fingerprint or teacher of an embedding space, or fields that it must have; several names for
+            several teachers of the same texts, whose unit vectors are put side by side; None when the cache has
+            one.
         corpus: name of a corpus; None when the cache has one.
         output_dir: the run folder.
     """
 
     cache: str = ""
-    space: Mapping[str, Any] | str | None = None
+    space: Mapping[str, Any] | str | tuple[str, ...] | None = None
     corpus: str | None = None
     output_dir: str = ""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     student: StudentConfig = field(default_factory=StudentConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     sharpness: SharpnessConfig = field(default_factory=SharpnessConfig)
@@ -185,14 +212,14 @@ class RunConfig:
         Raises:
             ConfigError: the file cannot be read, a key is unknown or a value has the wrong type.
         """
-        values = _read(Path(path)) if path is not None else {}
+        values = read_yaml(Path(path)) if path is not None else {}
         for override in overrides:
             key, equals, text = override.partition("=")
             if not equals:
                 raise ConfigError(f"override {override!r} is not of the form key=value")
             key = key.strip().replace("-", "_")
-            _put(values, key, _override_value(key, text))
-        config: RunConfig = _build(cls, values, "")
+            put(values, key, _override_value(key, text))
+        config: RunConfig = build_config(cls, values, "")
         config.check()
         return config
 
@@ -217,17 +244,36 @@ class RunConfig:
             ("training.save_steps", training.save_steps, 1, None),
             ("training.save_total_limit", training.save_total_limit, 1, None),
             ("training.logging_steps", training.logging_steps, 1, None),
-            ("data.window", self.data.window, training.per_device_train_batch_size, None),
+            ("training.cycles", training.cycles, 1, None),
+            ("data.window", self.window(tokens=False), training.per_device_train_batch_size, None),
             ("data.held_out", self.data.held_out, 0, None),
         )
         for key, value, low, high in bounds:
             if not low <= value < math.inf or (high is not None and value > high):  # NaN is refused too
                 upper = "" if high is None else f" and at most {high}"
                 raise ConfigError(f"{key} is {value}; expected at least {low}{upper}")
+        if training.cycles > 1 and training.lr_scheduler_type != "linear_cycles":
+            raise ConfigError(
+                f"training.cycles is {training.cycles}, which only training.lr_scheduler_type=linear_cycles has, not "
+                f"{training.lr_scheduler_type}"
+            )
         if training.max_steps < 1 and training.max_steps != -1:
             raise ConfigError(f"training.max_steps is {training.max_steps}; expected at least 1, or -1 for epochs")
         if training.max_steps == -1 and not 0 < training.num_train_epochs < math.inf:
             raise ConfigError(f"training.num_train_epochs is {training.num_train_epochs}; expected more than 0")
+        if self.teacher.mode not in ("cached", "online"):
+            raise ConfigError(f"teacher.mode is {self.teacher.mode!r}; expected cached or online")
+        if (self.teacher.mode == "online") != bool(self.teacher.model):
+            raise ConfigError(
+                f"teacher.mode is {self.teacher.mode!r} and teacher.model {self.teacher.model!r}: an online teacher "
+                "needs its model; to train from the cache leave teacher.model out"
+            )
+        if self.teacher.mode == "cached" and self.teacher != TeacherConfig():
+            raise ConfigError("teacher.device and .trust_remote_code are for teacher.mode=online; leave them out")
+        if self.teacher.mode == "online" and training.dataloader_num_workers:
+            raise ConfigError(
+                "training.dataloader_num_workers must be 0 with an online teacher, which answers where training runs"
+            )
         if training.precision not in ("auto", "bf16", "fp16", "fp32"):
             raise ConfigError(f"training.precision is {training.precision!r}; expected auto, bf16, fp16 or fp32")
         own = {f.name: f"training.{f.name}" for f in fields(TrainingConfig)}
@@ -238,9 +284,14 @@ class RunConfig:
             if name in NOT_FOR_A_RUN:
                 raise ConfigError(f"training.arguments.{name} cannot be used: {NOT_FOR_A_RUN[name]}")
 
+    def window(self, *, tokens: bool) -> int:
+        """Records shuffled together, where every token of them is in memory too or not."""
+        batch = self.training.per_device_train_batch_size
+        return self.data.window or max(TOKEN_WINDOW if tokens else WINDOW, batch)
+
     def to_yaml(self) -> str:
         """The whole configuration, defaults included; `load` reads it back."""
-        return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(_plain(asdict(self)), sort_keys=False, allow_unicode=True)
 
     def difference(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """Dotted keys in which the two differ: `{key: (mine, theirs)}`."""
@@ -248,24 +299,29 @@ class RunConfig:
         return {key: (mine.get(key), theirs.get(key)) for key in mine | theirs if mine.get(key) != theirs.get(key)}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"run configuration {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"run configuration {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"configuration {path} is not YAML: {' '.join(str(error).split())}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"run configuration {path}: expected keys and values, found a {type(values).__name__}")
+        raise ConfigError(f"configuration {path}: expected keys and values, found a {type(values).__name__}")
     return values
 
 
 def _override_value(key: str, text: str) -> Any:
     word = text.strip()
-    mapping = key == "space" and word.startswith("{")
-    if _is_text(key) and word not in ("null", "~") and word[:1] not in ("'", '"') and not mapping:
+    structured = key == "space" and word[:1] in ("{", "[")
+    if _is_text(key) and word not in ("null", "~") and word[:1] not in ("'", '"') and not structured:
         return text
     try:
         return yaml.safe_load(text)
@@ -287,7 +343,12 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key.
+
+    Raises:
+        ConfigError: a part of it is a value, not a group of keys.
+    """
     *parents, last = key.split(".")
     for parent in parents:
         inner = values.setdefault(parent, {})
@@ -297,7 +358,12 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
+def build_config(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
+    """A dataclass, and those in it, from keys and values; `prefix` is where they stand, for messages.
+
+    Raises:
+        ConfigError: an unknown key, or a value of another type.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix.rstrip('.')}: expected keys and values, found {values!r}")
     known = {f.name: f for f in fields(kind)}
@@ -310,7 +376,7 @@ def _build(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
             raise ConfigError(f"unknown key {prefix}{key}; {hint}")
         hint_type = hints[key]
         if is_dataclass(hint_type):
-            given[key] = _build(typing.cast(type, hint_type), value, f"{prefix}{key}.")
+            given[key] = build_config(typing.cast(type, hint_type), value, f"{prefix}{key}.")
         else:
             given[key] = _typed(value, hint_type, f"{prefix}{key}")
     return kind(**given)
@@ -327,6 +393,8 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
         origin = typing.get_origin(option) or option
         if origin is Mapping and isinstance(value, Mapping):
             return dict(value)
+        if origin is tuple and isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+            return tuple(value)
         if origin is bool and isinstance(value, bool):
             return value
         if origin is int and isinstance(value, int) and not isinstance(value, bool):
@@ -340,10 +408,17 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
             return value
         if origin is str and isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)  # a folder called 2024
-    named = {type(None): "null", Mapping: "keys and values"}
+    named = {type(None): "null", Mapping: "keys and values", tuple: "a list of names"}
     kinds = [typing.get_origin(option) or option for option in options]
     wanted = " or ".join(named.get(kind, kind.__name__) for kind in kinds)
     raise ConfigError(f"{key} is {value!r}; expected {wanted}")
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, which YAML has."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

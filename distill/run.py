@@ -5,52 +5,57 @@ The run folder holds `config.yaml` (resolved), `run.json` (what exactly was trai
 ends with the weights that an uninterrupted run would have had.
 """
 
+import difflib
+import inspect
 import json
 import os
 import platform
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from distill.callbacks import TrainingProgress
 from distill.config import RunConfig
-from distill.data.dataset import CachedDataset, Collator
 from distill.errors import ConfigError, NeedsNotMet, RunFolderError
 from distill.evaluation.agreement import agreement
 from distill.export import load_export
 from distill.export.card import model_card
 from distill.objectives import load_objective
-from distill.objectives.base import Objective, TeacherShape
-from distill.sharpness import build_sharpness
-from distill.student import Student
+from distill.objectives.base import Objective, StudentShape
+from distill.run_folder import CONFIG, FINAL, RECORD, read_record
+from distill.sharpness import SharpnessAware, build_sharpness
+from distill.student import Student, student_shape
+from distill.targets import Targets, several_spaces
 from distill.trainer import (
     STATE,
     WEIGHTS,
     Distillation,
     DistillTrainer,
-    TrainingProgress,
     require_room,
     settled_precision,
+    training_arguments,
 )
 from teacher_cache.cache import TeacherCache
+from teacher_cache.joint import JointSpace
 from teacher_cache.storage.files import replacing
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.view import SpaceView
 
-CONFIG = "config.yaml"
-RECORD = "run.json"
-FINAL = "final"
 CHECKED_TEXTS = 50
 # Below this many distinct texts nothing is held out; above, never more than this share.
 SMALLEST_HELD_OUT_FROM = 256
 HELD_OUT_SHARE = 8
+# Settings that say where something is.
+NAMES = ("cache", "output_dir", "space", "corpus")
 NEIGHBOURS = 10
 LIBRARIES = ("teacher-cache", "torch", "transformers", "sentence-transformers", "numpy")
 
@@ -107,33 +112,29 @@ def run(
         raise ConfigError(f"{'cache' if not config.cache else 'output_dir'} is not set; name it in the YAML or flags")
     folder = Path(config.output_dir)
     _check_settings(folder, config)
+    config = _settled(folder, config)
     if resume and not any(map(_is_whole, _checkpoints(folder))):
         raise RunFolderError(f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin")
     with TeacherCache.open(config.cache) as cache:
-        space, manifest = cache.space(config.space), cache.corpus(config.corpus)
+        targets, manifest = Targets(config, cache), cache.corpus(config.corpus)
+        space = targets.space
         student = Student.load(config.student)
         set_seed(config.training.seed)  # before the first random weight
-        objective = _objective(config, student, space)
+        objective = _objective(config, student.shape, targets)
+        targets.check(objective, manifest)
         # Refused before training rather than after.
         _projection(config, objective)
         export = load_export(config.export.format)
-        quarantined = _quarantined_rows(config, space)
+        quarantined = targets.refused_rows(objective) if config.data.skip_quarantined else np.zeros(0, dtype=np.int64)
         held_out = held_out_rows(config, manifest, cache.rows, without=quarantined)
-        record = _describe(config, space, manifest, student, objective, len(held_out))
+        record = _describe(config, targets, manifest, student, objective, len(held_out))
         done = _same_run(folder, record)
         if done is not None:
             return _result(folder, done, finished_before=True)
-        pairs = objective.views == "pair" and objective.needs.views == 2
-        left_out = np.union1d(held_out, quarantined)
-        dataset = CachedDataset(cache, space, manifest, left_out=left_out, pairs=pairs)
+        dataset = targets.dataset(manifest, objective, np.union1d(held_out, quarantined))
         model = Distillation(student, objective)
         sharpness = _sharpness(config, model)
-        collator = Collator(
-            student.tokenizer,
-            student.max_length,
-            prompt=student.prompt,
-            repeat=1 if pairs else objective.needs.views,
-        )
+        collator = targets.collator(manifest, objective, student)
         checkpoint = last_checkpoint(folder)
         trainer = DistillTrainer(model, config, dataset, collator, sharpness, report)
         leads = trainer.is_world_process_zero()  # of several processes, one writes
@@ -152,6 +153,7 @@ def run(
             "seconds": round(time.monotonic() - started, 3),
             "loss": next((line["loss"] for line in reversed(trainer.state.log_history) if "loss" in line), None),
             "resumed_from": _step(checkpoint),
+            "cost": trainer.clock.cost(),
             "agreement": before
             and {
                 "before": before,
@@ -188,12 +190,6 @@ def held_out_rows(
     count = min(config.data.held_out, len(rows) // HELD_OUT_SHARE)
     chosen = np.random.default_rng(config.training.seed).choice(len(rows), size=count, replace=False)
     return np.sort(rows[chosen])
-
-
-def _quarantined_rows(config: RunConfig, space: SpaceView) -> npt.NDArray[np.int64]:
-    if not config.data.skip_quarantined:
-        return np.zeros(0, dtype=np.int64)
-    return np.fromiter(sorted(space.quarantined()), dtype=np.int64)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -246,7 +242,27 @@ def _announce(announce: Callable[[str], None], record: dict[str, Any], records: 
     announce(f"method: {method}, sharpness {sharpness}, {record['precision']}{going_on}")
 
 
-def _objective(config: RunConfig, student: Student, space: SpaceView) -> Objective:
+def check_run(config: RunConfig) -> None:
+    """Refuse what `run` would refuse of these settings and this cache; no weights are loaded, nothing is written.
+
+    Raises:
+        KnownError: as `run`.
+    """
+    config.check()
+    config = _settled(Path(config.output_dir), config)
+    shape = student_shape(config.student)
+    with TeacherCache.open(config.cache) as cache:
+        targets, manifest = Targets(config, cache), cache.corpus(config.corpus)
+        objective = _objective(config, shape, targets)
+        targets.check(objective, manifest)
+        _projection(config, objective)
+        load_export(config.export.format)
+        _sharpness(config, torch.nn.LayerNorm(1))
+        batches = -(-len(manifest) // config.training.per_device_train_batch_size)
+        training_arguments(config, batches, objective=objective)
+
+
+def _objective(config: RunConfig, student: StudentShape, targets: Targets) -> Objective:
     chosen = config.objective
     kind = load_objective(chosen.name)
     options: dict[str, Any] = {}
@@ -258,20 +274,28 @@ def _objective(config: RunConfig, student: Student, space: SpaceView) -> Objecti
         options |= kind.presets[chosen.preset]
     options |= chosen.options
     try:
-        objective = kind(student.shape, TeacherShape(space.dims), **options)
+        return kind(student, targets.shape, **options)
     except TypeError as error:
-        raise ConfigError(f"objective {chosen.name} was given options it does not take: {error}") from error
-    if objective.needs.tokens:
-        raise NeedsNotMet(
-            f"objective {chosen.name} needs the teacher's token states, but {space.slug} holds sentence vectors alone"
-        )
-    return objective
+        known = [
+            name
+            for name, option in inspect.signature(kind).parameters.items()
+            if option.kind is inspect.Parameter.KEYWORD_ONLY
+        ]
+        unknown = [name for name in options if name not in known]
+        if not unknown:
+            raise ConfigError(f"objective {chosen.name} cannot use its options: {error}") from error
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"its options: {', '.join(known)}"
+        raise ConfigError(f"objective {chosen.name} has no option {unknown[0]!r}; {hint}") from error
+    except ConfigError as error:  # it was told of sentence vectors alone, and advises to build what is there
+        if isinstance(targets.space, JointSpace) and kind.needs.tokens:
+            raise NeedsNotMet(several_spaces(chosen.name)) from error
+        raise
 
 
-def _sharpness(config: RunConfig, model: Distillation) -> Any:
-    chosen = config.sharpness
-    overrides = {name: value for name, value in (("rho", chosen.rho), ("eta", chosen.eta)) if value is not None}
-    return build_sharpness(chosen.name, model.named_parameters(), **overrides)
+def _sharpness(config: RunConfig, model: torch.nn.Module) -> SharpnessAware | None:
+    options = asdict(config.sharpness)
+    return build_sharpness(options.pop("name"), model, **options)
 
 
 def _projection(config: RunConfig, objective: Objective) -> Tensor | None:
@@ -289,7 +313,7 @@ def _projection(config: RunConfig, objective: Objective) -> Tensor | None:
 def _agreement(
     student: Student,
     cache: TeacherCache,
-    space: SpaceView,
+    space: SpaceView | JointSpace,
     rows: npt.NDArray[np.int64],
     projection: Tensor | None = None,
 ) -> dict[str, Any] | None:
@@ -302,7 +326,7 @@ def _agreement(
 
 def _describe(
     config: RunConfig,
-    space: SpaceView,
+    targets: Targets,
     manifest: Manifest,
     student: Student,
     objective: Objective,
@@ -314,13 +338,8 @@ def _describe(
     return {
         "status": "running",
         "cache": str(Path(config.cache).resolve()),
-        "space": {
-            **space.space.to_json(),
-            "slug": space.slug,
-            "fingerprint": space.space.fingerprint,
-            "description": space.space.describe(),
-            "storage": space.record.storage,
-        },
+        "space": targets.to_json(),
+        "teacher": sections["teacher"],
         "corpus": {
             "name": corpus.name,
             "fingerprint": corpus.fingerprint,
@@ -363,11 +382,23 @@ def _check_settings(folder: Path, config: RunConfig) -> None:
             return
         raise RunFolderError(f"{folder} is not empty and not a run folder (no {CONFIG}); choose another --output-dir")
     different = config.difference(RunConfig.load(folder / CONFIG))
-    # Where a folder lies may change between two starts; what is in it is checked by its digests.
-    different = {key: pair for key, pair in different.items() if key not in ("cache", "output_dir")}
+    # What a folder, a space or a corpus is called may change between two starts; what it is, is checked by digests.
+    different = {key: pair for key, pair in different.items() if key.partition(".")[0] not in NAMES}
     if different:
         listed = "; ".join(f"{key}: {theirs!r} there, {mine!r} now" for key, (mine, theirs) in different.items())
         raise RunFolderError(f"{folder} holds a run with other settings ({listed}); choose another --output-dir")
+
+
+def _settled(folder: Path, config: RunConfig) -> RunConfig:
+    """Space and corpus that nobody named are those that the folder's run has: a cache may have others by now."""
+    record = read_record(folder) or {}
+    space, corpus = record.get("space", {}), record.get("corpus", {})
+    if config.space is None and space:
+        parts = tuple(part["slug"] for part in space.get("spaces", ()))
+        config = replace(config, space=parts or space["slug"])
+    if config.corpus is None and corpus:
+        config = replace(config, corpus=corpus["name"])
+    return config
 
 
 def _same_run(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
@@ -379,9 +410,9 @@ def _same_run(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
     Raises:
         RunFolderError: one of them is another by now.
     """
-    if not (folder / RECORD).exists():
+    before = read_record(folder)
+    if before is None:
         return None
-    before = _read_record(folder)
     for what, part in (
         ("space", "fingerprint"),
         ("corpus", "fingerprint"),
@@ -407,14 +438,6 @@ def _same_run(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
             "each would see other records; start as many, or choose another --output-dir"
         )
     return None
-
-
-def _read_record(folder: Path) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunFolderError(f"{folder / RECORD} is not JSON: {error}; choose another --output-dir") from error
-    return record
 
 
 def _result(folder: Path, record: dict[str, Any], *, finished_before: bool) -> RunResult:

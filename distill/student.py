@@ -4,6 +4,7 @@ Pooling is one property, used alike in training, evaluation and export.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,18 +15,18 @@ from torch import Tensor, nn
 
 from distill.config import StudentConfig
 from distill.errors import StudentError
-from distill.objectives.base import StudentShape
+from distill.internals import capture_internals
+from distill.objectives.base import Internals, Needs, StudentShape, TokenStates
+from teacher_cache.align import STUDENT_LENGTH
 from teacher_cache.errors import TeacherError
-from teacher_cache.teachers import TeacherOptions, resolve
+from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
+from teacher_cache.teachers.attention import make_recordable, watching
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.pooling import needs_position_ids, pool, position_ids
 from teacher_cache.teachers.transformer import load_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Longest training text where the folder allows more: the published protocol's value.
-MAX_LENGTH = 256
 
 
 class Student(nn.Module):
@@ -68,29 +69,15 @@ class Student(nn.Module):
         """
         from transformers import AutoTokenizer
 
-        if not config.model:
-            raise StudentError("no student given; name one with --student FOLDER or student.model in the YAML")
-        options = TeacherOptions(
-            model=config.model,
-            backend="transformer",
-            pooling=config.pooling,
-            prompt=config.prompt,
-            max_length=config.max_length,
-            dtype="float32",
-            trust_remote_code=config.trust_remote_code,
-        )
+        options, spec, folder = _resolved(config)
         try:
-            spec = resolve(options)
-            if spec.folder is None:
-                raise StudentError(f"student {config.model!r} is not a model that can be trained")
-            folder = ModelFolder(spec.folder)
             encoder = load_encoder(folder.encoder, torch.float32, torch.device("cpu"), options)
         except TeacherError as error:
             raise StudentError(f"student {config.model!r} cannot be used: {error}") from error
         tokenizer = AutoTokenizer.from_pretrained(
             folder.encoder, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
-        length = spec.space.max_length if config.max_length else min(spec.space.max_length, MAX_LENGTH)
+        length = spec.space.max_length if config.max_length else min(spec.space.max_length, STUDENT_LENGTH)
         return cls(
             encoder.train(),
             tokenizer,
@@ -108,12 +95,51 @@ class Student(nn.Module):
             int(config.hidden_size), int(config.num_hidden_layers), self.pooling, int(config.num_attention_heads)
         )
 
+    def prepare(self, needs: Needs) -> None:
+        """Switch to an attention whose maps can be seen, where an objective compares them; once, before training.
+
+        Raises:
+            StudentError: the encoder's attention cannot be looked into.
+        """
+        if needs.attention or needs.internals:
+            try:
+                make_recordable(self.encoder)
+            except TeacherError as error:
+                raise StudentError(f"student {self.name!r} cannot be used: {error}") from error
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`(L + 1, n, d_s)` float32: the pooled state of the embedding layer and of each block."""
+        return self._pooled(self._encode(input_ids, attention_mask).hidden_states, attention_mask)
+
+    def forward_tokens(
+        self, input_ids: Tensor, attention_mask: Tensor, special: Tensor, needs: Needs
+    ) -> tuple[Tensor, TokenStates]:
+        """What `forward` gives of n texts, and the tokens of the first B.
+
+        Args:
+            special: `(B, t)` bool, tokens that are no part of the text; B <= n.
+            needs: which attention maps are wanted; `prepare` has been told.
+        """
+        batch = len(special)
+        maps = AttentionMaps(needs, attention_mask[:batch])
+        passes: list[Internals] = []
+        with ExitStack() as stack:
+            if needs.attention:
+                stack.enter_context(watching(self.encoder, visit=maps.visit))
+            if needs.internals:
+                passes = stack.enter_context(capture_internals(self.encoder))
+            said = self._encode(input_ids, attention_mask)
+        internals = passes[0].take(torch.arange(batch, device=special.device)) if passes else None
+        tokens = token_states(said.last_hidden_state, special, maps, internals)
+        return self._pooled(said.hidden_states, attention_mask), tokens
+
+    def _encode(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self._with_positions:
             inputs["position_ids"] = position_ids(attention_mask)
-        states = self.encoder(**inputs, output_hidden_states=True).hidden_states
+        return self.encoder(**inputs, output_hidden_states=True)
+
+    def _pooled(self, states: Sequence[Tensor], attention_mask: Tensor) -> Tensor:
         return torch.stack([pool(state, attention_mask, self.pooling) for state in states])
 
     @torch.no_grad()
@@ -152,3 +178,79 @@ class Student(nn.Module):
         encoder: Any = self.encoder
         encoder.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+
+class AttentionMaps:
+    """Keeps, while an encoder runs, the attention maps that an objective compares: mean over heads, first B texts."""
+
+    def __init__(self, needs: Needs, attention_mask: Tensor) -> None:
+        """Made for each pass.
+
+        Args:
+            attention_mask: `(B, t)`.
+        """
+        self.mask = attention_mask.bool()
+        self._layers = [layer for layer, _ in needs.attention]
+        self._kept: dict[int, Tensor] = {}
+
+    def visit(self, layer: int, attention: Tensor, values: Tensor) -> None:
+        """Called in every layer, as `teacher_cache.teachers.attention.watching` does."""
+        if layer in self._layers:  # as it is: a checkpointed block computes again what it computed, and no more
+            self._kept[layer] = attention
+
+    def stacked(self) -> Tensor | None:
+        """`(z, B, t, t)` in the objective's order, padding 0; None where it compares none."""
+        if not self._layers:
+            return None
+        seen = self.mask[:, :, None] & self.mask[:, None, :]
+        texts = len(self.mask)
+        return torch.stack([self._kept[layer][:texts].float().mean(1) * seen for layer in self._layers])
+
+
+def token_states(
+    states: Tensor, special: Tensor, maps: AttentionMaps, internals: Internals | None = None
+) -> TokenStates:
+    """The student's tokens of the first B texts of a pass.
+
+    Args:
+        states: `(n, t, d_s)` last hidden states, n >= B.
+        special: `(B, t)` bool.
+    """
+    mine = states[: len(special)].masked_fill(~maps.mask.unsqueeze(-1), 0)  # not a product: padding may be NaN
+    return TokenStates(mine, maps.mask, special, maps.stacked(), internals=internals)
+
+
+def student_shape(config: StudentConfig) -> StudentShape:
+    """The sizes of a student from its files; no weights are loaded.
+
+    Raises:
+        StudentError: the folder is not there or no model.
+    """
+    _, spec, folder = _resolved(config)
+    try:
+        known = folder.token_shape()
+    except TeacherError as error:
+        raise StudentError(f"student {config.model!r} cannot be used: {error}") from error
+    return StudentShape(known.width, known.layers, spec.space.pooling, known.heads)
+
+
+def _resolved(config: StudentConfig) -> tuple[TeacherOptions, TeacherSpec, ModelFolder]:
+    """How a student is asked: as a teacher of its kind, in float32."""
+    if not config.model:
+        raise StudentError("no student given; name one with --student FOLDER or student.model in the YAML")
+    options = TeacherOptions(
+        model=config.model,
+        backend="transformer",
+        pooling=config.pooling,
+        prompt=config.prompt,
+        max_length=config.max_length,
+        dtype="float32",
+        trust_remote_code=config.trust_remote_code,
+    )
+    try:
+        spec = resolve(options)
+        if spec.folder is None:
+            raise StudentError(f"student {config.model!r} is not a model that can be trained")
+        return options, spec, ModelFolder(spec.folder)
+    except TeacherError as error:
+        raise StudentError(f"student {config.model!r} cannot be used: {error}") from error

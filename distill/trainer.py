@@ -1,37 +1,38 @@
-"""Training: transformers' Trainer with a cached teacher and, if wanted, sharpness-aware steps.
-
-`SharpnessMixin` is a mixin so that a plain `Trainer` or a `SentenceTransformerTrainer` can use it too.
-"""
+"""Training: transformers' Trainer with a cached teacher and, if wanted, sharpness-aware steps."""
 
 import difflib
-import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerState, TrainingArguments
 
+from distill.callbacks import EpochOrder, MetricsFile, ProgressReport, Stages, StepClock, TrainingProgress
 from distill.config import RunConfig
-from distill.data.dataset import CachedDataset, Collator, ShuffledDataset
+from distill.data.collator import Collator
+from distill.data.dataset import CachedDataset, ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, NonFiniteLoss
-from distill.objectives.base import Objective, StudentOutput, TeacherTargets
-from distill.sharpness import Ascent, SharpnessAware
+from distill.objectives.base import Internals, Objective, StudentOutput, TeacherTargets, TokenStates
+from distill.sharpness import AscentLoss, SharpnessAware
+from distill.sharpness.mixin import SharpnessMixin
 from distill.student import Student
 from teacher_cache.errors import DiskFull
 from teacher_cache.shuffle import WindowedShuffle
-from teacher_cache.storage.files import replacing
 
 # Files of a checkpoint.
 WEIGHTS = "model.safetensors"
+# The learning rate's shape that transformers does not have.
+LINEAR_CYCLES = "linear_cycles"
 STATE = "trainer_state.json"
 
 
@@ -40,6 +41,7 @@ class Distillation(nn.Module):
 
     def __init__(self, student: Student, objective: Objective) -> None:
         super().__init__()
+        student.prepare(objective.needs)
         self.student = student
         self.objective = objective
 
@@ -52,65 +54,42 @@ class Distillation(nn.Module):
         encoder.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, **options)
 
     # No **kwargs and nothing called `labels`: Trainer would take either as a sign to scale the loss itself.
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, vectors: Tensor, text_ids: Tensor) -> dict[str, Any]:
-        """`loss`, the sum of the objective's terms, and `terms` by name."""
-        layers = self.student(input_ids, attention_mask)
-        output = StudentOutput(layers, views=input_ids.shape[0] // vectors.shape[0])
-        terms = self.objective(output, TeacherTargets(vectors, text_ids))
-        return {"loss": torch.stack(list(terms.values())).sum(), "terms": terms}
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        vectors: Tensor,
+        text_ids: Tensor,
+        domains: Tensor | None = None,
+        special: Tensor | None = None,
+        teacher_tokens: Mapping[str, Any] | None = None,
+        alignment: Tensor | None = None,
+        climbs: AscentLoss | None = None,
+    ) -> dict[str, Any]:
+        """`loss`, the sum of the objective's terms, and `terms` by name; arguments as `Collator` makes them.
+
+        Args:
+            climbs: adds `climbed`, what a sharpness-aware step climbs in place of the loss.
+        """
+        views = input_ids.shape[0] // vectors.shape[0]
+        if special is None or teacher_tokens is None:
+            output = StudentOutput(self.student(input_ids, attention_mask), views)
+            targets = TeacherTargets(vectors, text_ids, domains)
+        else:
+            needs = self.objective.needs
+            layers, tokens = self.student.forward_tokens(input_ids, attention_mask, special, needs)
+            output = StudentOutput(layers, views, tokens)
+            targets = TeacherTargets(vectors, text_ids, domains, _token_states(teacher_tokens), alignment)
+        terms = self.objective(output, targets)
+        climbed = None if climbs is None else climbs(self.objective, output, targets, terms)
+        found = {"loss": torch.stack(list(terms.values())).sum(), "terms": terms}
+        return found if climbed is None else found | {"climbed": climbed}
 
 
-class SharpnessMixin:
-    """Two passes a step when `sharpness` is set; put it before a Trainer class.
-
-    Pass 1 gives the ascent direction without touching `.grad`; pass 2 is Trainer's own step, taken at the
-    perturbed weights, so that accumulation, mixed precision, clipping and DDP stay Trainer's business.
-    Under gradient accumulation every micro-batch has its own ascent. The loss that is logged is pass 1's, the
-    loss at the weights themselves. Loss components that a SentenceTransformerTrainer logs are means over both
-    passes.
-
-    Attributes:
-        ascending: the step is in its second pass.
-        last_ascent: of the latest step, with the loss at w + eps minus the loss at w.
-    """
-
-    sharpness: SharpnessAware | None = None
-    ascending: bool = False
-    last_ascent: tuple[Ascent, Tensor] | None = None
-
-    def training_step(self: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        one_pass = super().training_step  # type: ignore[misc]
-        if self.sharpness is None:
-            return one_pass(model, inputs, num_items_in_batch)
-        model.train()
-        # Each rank climbs its own loss: this forward must not make DDP expect a synchronised backward.
-        with self.accelerator.no_sync(model), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
-        scaler = getattr(self.accelerator, "scaler", None)
-        self.ascending = True
-        try:
-            with self.sharpness.ascended(loss if scaler is None else scaler.scale(loss)) as ascent:
-                perturbed = one_pass(model, inputs, num_items_in_batch)
-        finally:
-            self.ascending = False
-        # Trainer divides the loss by the micro-batches of a step, unless the model has done so itself.
-        divided = self.compute_loss_func is not None or (
-            self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        )
-        share = 1 if divided else self.current_gradient_accumulation_steps
-        at_weights = loss.detach() / share
-        self.last_ascent = (ascent, (perturbed - at_weights) * share)
-        return at_weights
-
-
-@dataclass(frozen=True)
-class TrainingProgress:
-    """How far training is; handed to the caller's callback after every step."""
-
-    step: int
-    steps: int
-    epoch: float
-    loss: float | None  # the latest that was logged
+def _token_states(tensors: Mapping[str, Any]) -> TokenStates:
+    """A batch's tensors by name, as Trainer can move them to a device."""
+    internals = tensors.get("internals")
+    return TokenStates(**{**tensors, "internals": None if internals is None else Internals(**internals)})
 
 
 class DistillTrainer(SharpnessMixin, Trainer):
@@ -121,6 +100,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
     """
 
     optimizer: Any
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -135,8 +115,13 @@ class DistillTrainer(SharpnessMixin, Trainer):
         # Since the last log: each term summed over steps, and how many steps that is.
         self._sums: dict[str, Tensor] = {}
         self._summed_steps = 0.0
-        batches = len(self._sampler(config, len(dataset), 0, int(os.environ.get("WORLD_SIZE", 1))))
-        arguments = training_arguments(config, batches)
+        self._logged_ascent = -1
+        batches = len(
+            self._sampler(
+                config, len(dataset), 0, int(os.environ.get("WORLD_SIZE", 1)), tokens=model.objective.needs.tokens
+            )
+        )
+        arguments = training_arguments(config, batches, objective=model.objective)
         try:
             super().__init__(model=model, args=arguments, train_dataset=dataset, data_collator=collator)
         except (ValueError, RuntimeError, ImportError) as error:  # a logger that is absent, an unfit argument
@@ -145,6 +130,9 @@ class DistillTrainer(SharpnessMixin, Trainer):
         self._refuse_unsupported()
         self.remove_callback(PrinterCallback)
         self.add_callback(EpochOrder())
+        self.clock = StepClock()
+        self.add_callback(self.clock)
+        self.add_callback(Stages(model.objective))
         self.add_callback(MetricsFile(Path(config.output_dir) / "metrics.jsonl"))
         self.add_callback(ProgressReport(report))
 
@@ -158,13 +146,13 @@ class DistillTrainer(SharpnessMixin, Trainer):
             raise ConfigError("sharpness does not work with DeepSpeed or FSDP, which shard the weights; use DDP")
 
     @staticmethod
-    def _sampler(config: RunConfig, records: int, rank: int, ranks: int) -> StreamingSampler:
+    def _sampler(config: RunConfig, records: int, rank: int, ranks: int, *, tokens: bool) -> StreamingSampler:
         if records < ranks:
             raise ConfigError(f"{records} records for {ranks} processes: there has to be one for each; start fewer")
         order = WindowedShuffle(
             records,
             config.training.per_device_train_batch_size,
-            window=config.data.window,
+            window=config.window(tokens=tokens),
             seed=config.training.seed,
             rank=rank,
             ranks=ranks,
@@ -175,7 +163,14 @@ class DistillTrainer(SharpnessMixin, Trainer):
         """Batches in the sampler's order; not `accelerator.prepare`d, because the sampler knows its rank."""
         dataset: Any = self.train_dataset
         workers = self.args.dataloader_num_workers
-        sampler = self._sampler(self.config, len(dataset), self.args.process_index, self.args.world_size)
+        sampler = self._sampler(
+            self.config,
+            len(dataset),
+            self.args.process_index,
+            self.args.world_size,
+            # Of the objective, not of the data set: an online teacher's run has the order of one on the cache.
+            tokens=self.model.objective.needs.tokens,
+        )
         return DataLoader(
             ShuffledDataset(dataset, sampler.order, by_length=self.config.data.group_by_length),
             batch_sampler=sampler,
@@ -199,37 +194,69 @@ class DistillTrainer(SharpnessMixin, Trainer):
             self.optimizer = kind([group for group in groups if group["params"]], **options)
         return self.optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Trainer's own, or the cycles that it does not have."""
+        training = self.config.training
+        if training.lr_scheduler_type == LINEAR_CYCLES and self.lr_scheduler is None:
+            shape = linear_cycles(num_training_steps, training.cycles, training.min_lr_rate, self.args.warmup_steps)
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, shape)
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         outputs = model(**inputs)
-        loss = outputs["loss"]
+        loss = self._finite_loss(outputs)
+        if self.logged:
+            self._count(outputs["terms"])
+        return (loss, outputs) if return_outputs else loss
+
+    def ascent_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        climbs = None if self.sharpness is None else self.sharpness.climbs
+        if climbs is None:
+            return super().ascent_loss(model, inputs, num_items_in_batch)
+        outputs = model(**climbs.inputs(self.model.objective, inputs), climbs=climbs)
+        loss = self._finite_loss(outputs)
+        if climbs.terms is not None:
+            return outputs["climbed"], None
+        self._count(outputs["terms"])
+        return outputs["climbed"], loss
+
+    def _finite_loss(self, outputs: Mapping[str, Any]) -> Tensor:
+        loss: Tensor = outputs["loss"]
         if not bool(torch.isfinite(loss)):
             terms = ", ".join(f"{name} {term.item():.4g}" for name, term in outputs["terms"].items())
             raise NonFiniteLoss(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1} ({terms}); training stopped, "
                 "the last checkpoint is intact: lower training.learning_rate, or use training.precision=fp32"
             )
-        if not self.ascending:
-            # A step's term is the mean over its micro-batches, as Trainer's loss is: the last step of an
-            # epoch may have fewer of them.
-            share = 1 / self.current_gradient_accumulation_steps
-            self._summed_steps += share
-            for name, term in outputs["terms"].items():
-                self._sums[name] = self._sums.get(name, torch.zeros_like(term)) + term.detach() * share
-        return (loss, outputs) if return_outputs else loss
+        return loss
+
+    def _count(self, terms: Mapping[str, Tensor]) -> None:
+        # A step's term is the mean over its micro-batches, as Trainer's loss is: the last step of an epoch may
+        # have fewer of them.
+        share = 1 / self.current_gradient_accumulation_steps
+        self._summed_steps += share
+        for name, term in terms.items():
+            self._sums[name] = self._sums.get(name, torch.zeros_like(term)) + term.detach() * share
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trainer's own figures plus the mean of each term since the last log, and the latest ascent."""
+        """Trainer's own figures plus the mean of each term since the last log, and the last ascent since then."""
         if "loss" in logs and self._sums:
             means = torch.stack(list(self._sums.values())) / self._summed_steps
             means = self.accelerator.reduce(means, reduction="mean")  # over ranks, as the loss is
             logs |= dict(zip(self._sums, means.tolist(), strict=True))
             self._sums.clear()
             self._summed_steps = 0.0
-            if self.last_ascent is not None:
+            if self.sharpness is not None and self.last_ascent is not None and self.ascent_step > self._logged_ascent:
                 ascent, rise = self.last_ascent
-                logs |= {"perturbation_norm": float(ascent.norm), "perturbation_rise": float(rise)}
+                logs["perturbation_norm"] = float(ascent.norm)
+                if rise is not None:
+                    logs["perturbation_rise"] = float(rise)
+                logs |= {f"share of {kind}": share for kind, share in self.sharpness.perturbation_shares().items()}
+                self._logged_ascent = self.ascent_step
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -238,8 +265,10 @@ class DistillTrainer(SharpnessMixin, Trainer):
         Raises:
             DiskFull: the libraries that write a checkpoint each report a full disk as something else.
         """
-        # Weights in float32 and Adam's two moments of each; the rest is small.
+        # Weights in float32 and Adam's two moments of each, and what sharpness keeps; the rest is small.
         needed = 3 * 4 * sum(parameter.numel() for parameter in self.model.parameters())
+        kept = {} if self.sharpness is None else self.sharpness.state_dict()
+        needed += sum(tensor.nbytes for tensor in kept.values())
         require_room(Path(self.args.output_dir), needed, f"checkpoint {self.state.global_step}")
         super()._save_checkpoint(model, trial)
 
@@ -262,6 +291,23 @@ class DistillTrainer(SharpnessMixin, Trainer):
         return True
 
 
+def linear_cycles(steps: int, cycles: int, floor: float, warmup: int = 0) -> Callable[[int], float]:
+    """Factor of the learning rate by step: `cycles` straight lines from 1 down to `floor`, as LEAF trains.
+
+    Args:
+        warmup: steps that rise to 1 before the first cycle.
+    """
+    length = max(1.0, (steps - warmup) / cycles)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        done = min((step - warmup) / length, cycles * (1 - 1e-9)) % 1  # the last step is the end of the last cycle
+        return 1 - (1 - floor) * done
+
+    return factor
+
+
 def require_room(folder: Path, needed: int, what: str) -> None:
     """Refuse to begin writing `needed` bytes that the disk has no room for.
 
@@ -276,11 +322,14 @@ def require_room(folder: Path, needed: int, what: str) -> None:
         )
 
 
-def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
+def training_arguments(config: RunConfig, batches: int, *, objective: Objective | None = None) -> TrainingArguments:
     """Trainer's arguments for a run whose epochs have `batches` batches on each rank.
 
+    Args:
+        objective: says when, and how much of, the student has a gradient; None is always, all of it.
+
     Raises:
-        ConfigError: an argument that Trainer does not know or accept.
+        ConfigError: an argument that Trainer does not know or accept, or a run too short to train the student.
     """
     training = config.training
     steps_an_epoch = math.ceil(batches / training.gradient_accumulation_steps)
@@ -290,6 +339,14 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
             "training.per_device_train_batch_size, or set data.drop_last=false"
         )
     total = training.max_steps if training.max_steps > 0 else math.ceil(steps_an_epoch * training.num_train_epochs)
+    student_from = 0.0 if objective is None else objective.student_from
+    if total <= student_from * steps_an_epoch:
+        raise ConfigError(
+            f"the objective trains the student itself only after {student_from:g} epochs, and this run has "
+            f"{total / steps_an_epoch:g}: train longer, or shorten its first stage "
+            "(jasper: objective.options.stage_one_epochs)"
+        )
+    own_schedule = training.lr_scheduler_type == LINEAR_CYCLES
     cosine_floor = {"min_lr_rate": training.min_lr_rate} if training.lr_scheduler_type.endswith("min_lr") else {}
     precision = settled_precision(training.precision)
     arguments: dict[str, Any] = {
@@ -300,7 +357,7 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "learning_rate": training.learning_rate,
         "weight_decay": training.weight_decay,
-        "lr_scheduler_type": training.lr_scheduler_type,
+        "lr_scheduler_type": "constant" if own_schedule else training.lr_scheduler_type,
         "lr_scheduler_kwargs": cosine_floor,
         "warmup_steps": int(training.warmup_ratio * total),
         "max_grad_norm": training.max_grad_norm,
@@ -323,7 +380,7 @@ def training_arguments(config: RunConfig, batches: int) -> TrainingArguments:
         # Trainer warns of checkpoints that lie less than a second apart; what matters here is raised.
         "log_level": "error",
         "log_level_replica": "error",
-        "ddp_find_unused_parameters": False,
+        "ddp_find_unused_parameters": objective is not None and (student_from > 0 or objective.reaches_part),
     }
     known = {f.name for f in fields(TrainingArguments)}
     for name, value in training.arguments.items():
@@ -352,65 +409,3 @@ def settled_precision(precision: str) -> str:
     # torch has no public question for this; emulated bf16 would be slower than fp32.
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bf16" if native else "fp32"
-
-
-class EpochOrder(TrainerCallback):
-    """Tells the sampler which epoch begins, counted in steps, so that a resumed run agrees; ends reading ahead."""
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        loader = kwargs["train_dataloader"]
-        steps_an_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
-        loader.batch_sampler.set_epoch(state.global_step // steps_an_epoch)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kwargs["train_dataloader"].dataset.close()
-
-
-class MetricsFile(TrainerCallback):
-    """One JSON object a line: step, epoch, loss, each term, learning rate; means since the line before.
-
-    Lines behind the checkpoint that a run resumes from are dropped: those steps are done again. Every
-    checkpoint has a line, so that the lines of a resumed run are those of an uninterrupted one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        kept = []
-        if self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                try:
-                    if json.loads(line)["step"] <= state.global_step:
-                        kept.append(line)
-                except (ValueError, KeyError):  # the line that was being written when the run was killed
-                    continue
-        with replacing(self.path) as file:
-            file.write("".join(f"{line}\n" for line in kept).encode())
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_log |= control.should_save
-
-    on_epoch_end = on_step_end
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and "loss" in (logs or {}):
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
-
-
-class ProgressReport(TrainerCallback):
-    """Calls back after every step, on the first rank."""
-
-    def __init__(self, report: Callable[[TrainingProgress], None]) -> None:
-        self.report = report
-        self.loss: float | None = None
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.loss = (logs or {}).get("loss", self.loss)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self.report(TrainingProgress(state.global_step, state.max_steps, state.epoch, self.loss))

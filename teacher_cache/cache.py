@@ -10,6 +10,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -35,6 +36,7 @@ from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
 from teacher_cache.storage.texts import TEXT, TextAppender, TextTable
 from teacher_cache.text_key import KEY_RULE, text_keys
+from teacher_cache.token_columns import TokenRecord, create_array
 from teacher_cache.view import SPACES, SpaceRecord, SpaceView, create_vectors
 
 FORMAT_VERSION = 2
@@ -211,15 +213,21 @@ class TeacherCache:
                 raise DamagedCache(f"{error}{self.index.as_of}") from error
             return Manifest(newest, self.path)  # a writer replaced the corpus between our two looks
 
-    def publish_corpus(self, record: CorpusRecord, written: Path) -> Manifest:
-        """Make a durable row list the corpus of that name, in place of an older one."""
-        target = record.file(self.path)
+    def publish_corpus(self, record: CorpusRecord, written: Path, domains: Path | None = None) -> Manifest:
+        """Make a durable row list the corpus of that name, in place of an older one.
+
+        Args:
+            domains: a durable domain list; None where the record has no domains, or their list is in place.
+        """
+        target, domain_list = record.file(self.path), record.domains_file(self.path)
         os.replace(written, target)
+        if domains is not None and domain_list is not None:
+            os.replace(domains, domain_list)
         with replacing(target.with_name(CORPUS_JSON)) as file:  # what a lost index is made again from
             file.write(record.to_json())
         self.index.commit([Change("corpora", record.name.encode(), record.to_json())])
-        for old in target.parent.glob("rows-*.npy"):
-            if old != target:
+        for old in [*target.parent.glob("rows-*.npy"), *target.parent.glob("domains-*.npy")]:
+            if old not in (target, domain_list):
                 old.unlink()
         return Manifest(record, self.path)
 
@@ -321,6 +329,40 @@ class TeacherCache:
             file.write(record.to_json())
         return self._view(record)
 
+    def ensure_tokens(self, view: SpaceView, wanted: TokenRecord) -> SpaceView:
+        """The space with these token columns; what is new is an empty folder that the next `write` publishes.
+
+        Attention that `wanted` leaves out stays.
+
+        Raises:
+            CacheError: it has them of another shape or number format, or attention of other layers.
+        """
+        held = view.record.columns
+        if held is not None:
+            layers = (held.attention, wanted.attention)
+            for what, there, asked, option in (
+                ("tokens of", held.shape, wanted.shape, "take the teacher that made them"),
+                ("tokens as", held.storage, wanted.storage, "leave --token-storage out"),
+                ("attention of layers", *layers, "leave --attention-layers out"),
+            ):
+                if there != asked and not (what.startswith("attention") and None in layers):
+                    raise CacheError(
+                        f"space {view.slug} keeps {what} {_told(there)}, not {_told(asked)}; {option}, or use another "
+                        "cache"
+                    )
+            wanted = replace(held, attention=held.attention or wanted.attention)
+        new = [array for array in wanted.arrays if held is None or array not in held.arrays]
+        if not new:
+            return view
+        rows = wanted.shard_rows(self.shard_rows) if view.tokens is None else view.tokens.shard_rows
+        for array in new:
+            shutil.rmtree(view.folder / array, ignore_errors=True)  # a leftover that was never published
+            create_array(view.folder / array, wanted, array, rows)
+        record = replace(view.record, columns=wanted)
+        with replacing(view.folder / SPACE_JSON) as file:
+            file.write(record.to_json())
+        return self._view(record)
+
     @contextmanager
     def appending(self) -> Iterator[TextAppender]:
         """An appender of new texts; all of them are durable when the block ends well."""
@@ -343,6 +385,10 @@ def _fits(space: EmbeddingSpace, wanted: str | Mapping[str, Any]) -> bool:
     if unknown:
         raise CacheError(f"an embedding space has no field {unknown[0]!r}; its fields: {', '.join(fields)}")
     return all(fields[name] == value for name, value in wanted.items())
+
+
+def _told(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _differences(spaces: Sequence[EmbeddingSpace]) -> str:

@@ -26,6 +26,7 @@ class Conversion:
         worst_error: bound on the largest 1 - cos between a stored vector and what the teacher said, both
             conversions together.
         bytes_before, bytes: of the shards. The old ones stay for whoever reads them until `tcache gc`.
+        token_columns: of the space, which stay as they are stored; "" where it has none.
     """
 
     space: str
@@ -35,6 +36,7 @@ class Conversion:
     worst_error: float
     bytes_before: int
     bytes: int
+    token_columns: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,9 +64,10 @@ def convert(
     with TeacherCache.open(path, "r+") as cache:
         view = cache.space(space)
         before = view.record
+        kept = "" if before.columns is None else before.columns.describe()
         if before.storage == storage:
             size = sum(record.size for _, record in cache.index.iter_shards(view.array_name))
-            return Conversion(view.slug, storage, storage, 0, view.worst_error(), size, size)
+            return Conversion(view.slug, storage, storage, 0, view.worst_error(), size, size, kept)
         after = replace(before, storage=storage, array=f"vectors-{storage}.zarr")
         folder = cache.path / SPACES / view.slug
         # Left by a conversion that was interrupted, or by one that this one takes back.
@@ -90,7 +93,7 @@ def convert(
         cache.index.commit(changes)
         with replacing(folder / SPACE_JSON) as file:
             file.write(after.to_json())
-        return Conversion(view.slug, before.storage, storage, done, worst, size_before, size)
+        return Conversion(view.slug, before.storage, storage, done, worst, size_before, size, kept)
 
 
 def _convert_shard(

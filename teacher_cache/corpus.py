@@ -10,6 +10,9 @@ The policy on what a text is. Everything that reads a corpus relies on it:
 - A record with an empty text (no characters, or only white space) is skipped and counted in
   `skipped_empty`; so is a blank line. In a record of several texts one empty text is enough.
 - Duplicates are kept.
+- A domain, where `domain_key` asks for one, is a string that is not empty, or in JSON, Parquet and saved datasets a
+  whole number, whose digits are its name; anything else is an error at its line or row. It belongs to the record:
+  one text may stand in two domains.
 - Files are UTF-8; other bytes are an error. A byte order mark at the start of a file is dropped (`bom` counts
   files). A lone surrogate, which JSON can spell but UTF-8 cannot, becomes U+FFFD (`replaced_surrogates`
   counts texts). U+0000 is kept (`nul` counts texts).
@@ -32,13 +35,17 @@ from typing import NamedTuple, Self, TypeVar
 from teacher_cache.errors import CorpusError, MissingDependency
 from teacher_cache.formats import (
     LIBRARIES,
+    Columns,
     Record,
     Source,
+    check_single_column,
+    empty,
     find_sources,
-    one_column,
     read_records,
 )
 
+# Their numbers are 16 bits wide.
+MAX_DOMAINS = 2**16
 COUNTS = ("records", "skipped_empty", "replaced_surrogates", "nul", "bom", "crlf")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -81,25 +88,71 @@ class Fingerprint:
         return self._digest.hexdigest()
 
 
+class _Domains:
+    """The domains of a corpus, numbered as they appear.
+
+    Attributes:
+        records: of each domain, in that order.
+    """
+
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+        self._numbers: dict[str, int] = {}
+        self._digest = Fingerprint(1)
+        self.records: dict[str, int] = {}
+
+    def add(self, name: str, source: str) -> int:
+        """The number of the next record's domain."""
+        name = _SURROGATE.sub("\ufffd", name)
+        number = self._numbers.get(name)
+        if number is None:
+            number = len(self._numbers)
+            if number == MAX_DOMAINS:
+                raise CorpusError(
+                    f"{source}: {self._key!r} has more than {MAX_DOMAINS:,} different values, expected the names of "
+                    "some parts of the corpus; name another column with domain_key"
+                )
+            self._numbers[name] = number
+            self.records[name] = 0
+        self.records[name] += 1
+        self._digest.add(name.encode())
+        return number
+
+    @property
+    def fingerprint(self) -> str:
+        return "" if self._key is None else self._digest.value
+
+
 class Corpus:
     """Records in corpus order, each with one text per column; opened with `Corpus.open`.
 
     Attributes:
         columns: the keys (JSON) or column names a record's texts come from.
+        domain_key: key or column of a record's domain; None where none are read.
+        domains: of the latest iteration, filled while it runs: records by domain, in order of first appearance; the
+            number of a domain is its place.
         counts: of the latest iteration, filled while it runs: `records`, `skipped_empty`,
             `replaced_surrogates`, `nul`, `bom`, `crlf` (see the module's policy).
     """
 
-    def __init__(self, sources: Sequence[Source], columns: tuple[str, ...]) -> None:
+    def __init__(self, sources: Sequence[Source], columns: tuple[str, ...], domain_key: str | None = None) -> None:
         self.columns = columns
+        self.domain_key = domain_key
+        self.domains: dict[str, int] = {}
         self.counts = dict.fromkeys(COUNTS, 0)
         self._inputs = tuple(sources)
         self._stdin_used = False
         self._ranges: list[SourceRange] | None = None
         self._fingerprint: str | None = None
+        self._domains_fingerprint: str | None = None
 
     @classmethod
-    def open(cls, paths: str | Path | Sequence[str | Path], text_key: str | Sequence[str] = "text") -> Self:
+    def open(
+        cls,
+        paths: str | Path | Sequence[str | Path],
+        text_key: str | Sequence[str] = "text",
+        domain_key: str | None = None,
+    ) -> Self:
         """A corpus over `paths` in the order given; a glob stands for its matches, sorted.
 
         Args:
@@ -107,15 +160,18 @@ class Corpus:
                 folders written by `datasets.Dataset.save_to_disk`, globs, or "-" for standard input.
             text_key: the key or column that holds the text; for pairs several keys, or "a,b". A text file
                 has one unnamed column and takes any single key.
+            domain_key: the key or column that says which part of the corpus a record is from; a text file has none.
 
         Raises:
             CorpusError: a path does not exist, matches nothing or has no known format; the keys are empty
-                or repeat.
+                or repeat; a text file is asked for domains.
             MissingDependency: a format's library is not installed.
         """
         columns = tuple(text_key.split(",") if isinstance(text_key, str) else text_key)
         if not columns or "" in columns or len(set(columns)) < len(columns):
             raise CorpusError(f"text_key {text_key!r}: expected one or more distinct names, such as 'a,b'")
+        if domain_key is not None and domain_key in ("", *columns):
+            raise CorpusError(f"domain_key {domain_key!r}: expected the name of another column than the text's")
         given = [paths] if isinstance(paths, str | Path) else list(paths)
         sources = [source for path in given for source in find_sources(str(path))]
         if not sources:
@@ -123,14 +179,14 @@ class Corpus:
         if sum(source.path is None for source in sources) > 1:
             raise CorpusError("'-' is given more than once: standard input can be read only once")
         for source in sources:
-            if source.format == "txt" and len(columns) > 1:
-                raise CorpusError(one_column(source.name, columns))
+            if source.format == "txt":
+                check_single_column(source.name, Columns(columns, domain_key))
             library = LIBRARIES.get(source.compression) or LIBRARIES.get(source.format)
             if library and find_spec(library) is None:
                 raise MissingDependency(
                     f"{source.name}: reading it needs {library}: pip install 'teacher-cache[formats]'"
                 )
-        return cls(sources, columns)
+        return cls(sources, columns, domain_key)
 
     def batches(self, n: int) -> Iterator[list[Record]]:
         """Lists of at most `n` records in corpus order; batches run on across the sources' borders.
@@ -141,27 +197,41 @@ class Corpus:
             ValueError: `n` is below 1.
             CorpusError: while iterating, at the first fault.
         """
+        return (records for records, _ in self.batches_with_domains(n))
+
+    def batches_with_domains(self, n: int) -> Iterator[tuple[list[Record], list[int]]]:
+        """`batches`, each with the numbers of its records' domains; without a `domain_key` those are none.
+
+        Raises:
+            ValueError: `n` is below 1.
+            CorpusError: while iterating, at the first fault.
+        """
         if n < 1:
             raise ValueError(f"batches of {n} records: expected 1 or more")
         return self._batches(n)
 
-    def _batches(self, n: int) -> Iterator[list[Record]]:
+    def _batches(self, n: int) -> Iterator[tuple[list[Record], list[int]]]:
         if self._stdin_used:
             raise CorpusError("standard input cannot be read twice: save it to a file and pass that")
         self._stdin_used = any(source.path is None for source in self._inputs)
-        self._ranges = self._fingerprint = None
+        self._ranges = self._fingerprint = self._domains_fingerprint = None
         counts = self.counts = dict.fromkeys(COUNTS, 0)
         ranges: list[SourceRange] = []
         digest = Fingerprint(len(self.columns))
+        domains = _Domains(self.domain_key)
+        self.domains = domains.records
         batch: list[Record] = []
+        numbers: list[int] = []
+        width = len(self.columns)
         for source in self._inputs:
             first = counts["records"]
-            for record in read_records(source, self.columns, counts):
-                if any(not text or text.isspace() for text in record):
+            for record in read_records(source, Columns(self.columns, self.domain_key), counts):
+                texts = record[:width]
+                if empty(texts):
                     counts["skipped_empty"] += 1
                     continue
                 kept = []
-                for text in record:
+                for text in texts:
                     try:
                         encoded = text.encode("utf-8")
                     except UnicodeEncodeError:
@@ -173,13 +243,16 @@ class Corpus:
                     kept.append(text)
                 counts["records"] += 1
                 batch.append(tuple(kept))
+                if self.domain_key is not None:
+                    numbers.append(domains.add(record[width], source.name))
                 if len(batch) == n:
-                    yield batch
-                    batch = []
+                    yield batch, numbers
+                    batch, numbers = [], []
             ranges.append(SourceRange(source.origin, first, counts["records"] - first))
         if batch:
-            yield batch
+            yield batch, numbers
         self._ranges, self._fingerprint = ranges, digest.value
+        self._domains_fingerprint = domains.fingerprint
 
     @property
     def name(self) -> str:
@@ -232,6 +305,15 @@ class Corpus:
             CorpusError: the latest iteration has not reached the end.
         """
         return self._read_through(self._fingerprint, "fingerprint")
+
+    @property
+    def domains_fingerprint(self) -> str:
+        """32 hex digits (BLAKE2b-128) over the records' domains in order; "" without a `domain_key`.
+
+        Raises:
+            CorpusError: the latest iteration has not reached the end.
+        """
+        return self._read_through(self._domains_fingerprint, "fingerprint of domains")
 
     @staticmethod
     def _read_through(value: T | None, what: str) -> T:

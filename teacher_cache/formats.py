@@ -15,7 +15,7 @@ from glob import glob, has_magic
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from teacher_cache.errors import CorpusError
 
@@ -41,6 +41,21 @@ _CSV_FIELD_LIMIT = 2**27
 _JSON_NAMES = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
 
 T = TypeVar("T")
+
+
+class Columns(NamedTuple):
+    """Keys or column names that a record is read from; its domain, where one is kept, stands behind its texts."""
+
+    texts: tuple[str, ...]
+    domain: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.texts if self.domain is None else (*self.texts, self.domain)
+
+    def option(self, column: str) -> str:
+        """What a user names the column with."""
+        return "domain_key" if column == self.domain else "text_key"
 
 
 @dataclass(frozen=True)
@@ -100,8 +115,8 @@ def _saved_dataset(path: Path) -> Source:
     return Source(str(path), path, "dataset")
 
 
-def read_records(source: Source, columns: tuple[str, ...], counts: dict[str, int]) -> Iterator[Record]:
-    """The records of one source as they stand, empty ones included."""
+def read_records(source: Source, columns: Columns, counts: dict[str, int]) -> Iterator[Record]:
+    """The records of one source as they stand, those with an empty text included (their domain may be, too)."""
     if source.format in ("parquet", "dataset"):
         return _read_arrow(source, columns)
     lines = _lines(source, counts)
@@ -170,7 +185,7 @@ def _without_end(line: str, counts: dict[str, int]) -> str:
     return line.removesuffix("\n")
 
 
-def _read_stdin(lines: Iterator[str], name: str, columns: tuple[str, ...], counts: dict[str, int]) -> Iterator[Record]:
+def _read_stdin(lines: Iterator[str], name: str, columns: Columns, counts: dict[str, int]) -> Iterator[Record]:
     held = []
     for line in lines:
         held.append(line)
@@ -180,14 +195,13 @@ def _read_stdin(lines: Iterator[str], name: str, columns: tuple[str, ...], count
     if held and held[-1].lstrip().startswith("{"):
         yield from _read_jsonl(lines, name, columns, counts)
         return
-    if len(columns) > 1:
-        raise CorpusError(one_column(name, columns))
+    check_single_column(name, columns)
     for line in lines:
         yield (_without_end(line, counts),)
 
 
-def _read_jsonl(lines: Iterable[str], name: str, columns: tuple[str, ...], counts: dict[str, int]) -> Iterator[Record]:
-    blank = ("",) * len(columns)
+def _read_jsonl(lines: Iterable[str], name: str, columns: Columns, counts: dict[str, int]) -> Iterator[Record]:
+    blank = ("",) * len(columns.names)
     for number, line in enumerate(lines, start=1):
         line = _without_end(line, counts)
         if not line or line.isspace():
@@ -202,24 +216,29 @@ def _read_jsonl(lines: Iterable[str], name: str, columns: tuple[str, ...], count
             ) from error
         if not isinstance(found, dict):
             raise CorpusError(
-                f"{name}:{number}: found {_json_name(found)}, expected a JSON object with the key {_listed(columns)}"
+                f"{name}:{number}: found {_json_name(found)}, expected a JSON object with the key "
+                f"{_listed(columns.names)}"
             )
-        for column in columns:
+        for column in columns.names:
             if column not in found:
                 raise CorpusError(
                     f"{name}:{number}: no key {column!r}, found {_listed(found)}; "
-                    "name the right key with text_key, or mend the line"
+                    f"name the right key with {columns.option(column)}, or mend the line"
                 )
+        for column in columns.texts:
             if not isinstance(found[column], str):
                 raise CorpusError(
                     f"{name}:{number}: {column!r} is {_json_name(found[column])}, expected a string; "
                     "make it a string or take the line out"
                 )
-        yield tuple(found[column] for column in columns)
+        texts = tuple(found[column] for column in columns.texts)
+        yield (
+            texts if columns.domain is None else _with_domain(texts, found[columns.domain], columns, f"{name}:", number)
+        )
 
 
 def _read_csv(
-    lines: Iterable[str], name: str, columns: tuple[str, ...], counts: dict[str, int], delimiter: str
+    lines: Iterable[str], name: str, columns: Columns, counts: dict[str, int], delimiter: str
 ) -> Iterator[Record]:
     # The limit belongs to the whole process, so it is only ever raised.
     csv.field_size_limit(max(csv.field_size_limit(), _CSV_FIELD_LIMIT))
@@ -230,9 +249,10 @@ def _read_csv(
             last[0] = line
             yield line
 
-    blank = ("",) * len(columns)
+    blank = ("",) * len(columns.names)
     header: list[str] = []
     where: list[int] = []
+    texts: list[int] = []
     reader = csv.reader(remembered(), delimiter=delimiter, strict=True)
     start = 1
     try:
@@ -242,14 +262,20 @@ def _read_csv(
                 yield blank
             elif not header:
                 header = row
-                where = [_position(column, header, name) for column in columns]
+                where = [_position(column, header, name, columns.option(column)) for column in columns.names]
+                texts = where[: len(columns.texts)]
             elif len(row) != len(header):
                 raise CorpusError(
                     f"{name}:{start}: {len(row)} fields, the header has {len(header)}; "
                     "put fields that hold the delimiter or a line end in double quotes"
                 )
             else:
-                yield tuple(row[i] for i in where)
+                record = tuple(row[i] for i in texts)
+                yield (
+                    record
+                    if columns.domain is None
+                    else _with_domain(record, row[where[-1]], columns, f"{name}:", start)
+                )
             start = reader.line_num + 1
     except csv.Error as error:
         raise CorpusError(
@@ -257,70 +283,112 @@ def _read_csv(
             "line end or starts with a quote must stand in double quotes, its own quotes doubled"
         ) from error
     if not header:
-        raise CorpusError(f"{name}: no header line; expected one with the column {_listed(columns)}")
+        raise CorpusError(f"{name}: no header line; expected one with the column {_listed(columns.names)}")
 
 
-def _read_arrow(source: Source, columns: tuple[str, ...]) -> Iterator[Record]:
+def _read_arrow(source: Source, columns: Columns) -> Iterator[Record]:
     row = 0
     for table in _reported(_tables(source, columns), source.name):
-        texts = [_strings(table.column(i), column, source.name, row) for i, column in enumerate(columns)]
-        yield from zip(*texts, strict=True)
+        values = [_values(table.column(i), column, source.name, row) for i, column in enumerate(columns.names)]
+        for column, texts in zip(columns.texts, values, strict=False):
+            if None in texts:
+                raise CorpusError(
+                    f"{source.name}: row {row + texts.index(None) + 1}: {column!r} is null, expected a string; "
+                    "make it a string or take the row out"
+                )
+        if columns.domain is None:
+            yield from zip(*values, strict=True)
+        else:
+            for number, (*record, domain) in enumerate(zip(*values, strict=True), start=row + 1):
+                yield _with_domain(tuple(record), domain, columns, f"{source.name}: row ", number)
         row += table.num_rows
 
 
-def _tables(source: Source, columns: tuple[str, ...]) -> Iterator[Any]:
+def _tables(source: Source, columns: Columns) -> Iterator[Any]:
     """Arrow tables of the wanted columns alone, in their order."""
+    names = list(columns.names)
     if source.format == "dataset":
         dataset = import_module("datasets").load_from_disk(str(source.path), keep_in_memory=False)
         _check_schema(dataset.features.arrow_schema, columns, source.name)
-        tables = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=_ARROW_ROWS)
-        yield from (table.select(list(columns)) for table in tables)
+        tables = dataset.select_columns(names).with_format("arrow").iter(batch_size=_ARROW_ROWS)
+        yield from (table.select(names) for table in tables)
         return
     # Buffered and not read ahead: otherwise whole column chunks, or whole files, are held in memory.
     options = {"pre_buffer": False, "buffer_size": 2**20}
     with import_module("pyarrow.parquet").ParquetFile(str(source.path), **options) as file:
         _check_schema(file.schema_arrow, columns, source.name)
-        for table in file.iter_batches(batch_size=_ARROW_ROWS, columns=list(columns)):
-            yield table.select(list(columns))
+        for table in file.iter_batches(batch_size=_ARROW_ROWS, columns=names):
+            yield table.select(names)
 
 
-def _check_schema(schema: Any, columns: tuple[str, ...], name: str) -> None:
-    for column in columns:
-        found = str(schema.field(_position(column, schema.names, name)).type)
+def _check_schema(schema: Any, columns: Columns, name: str) -> None:
+    for column in columns.names:
+        found = str(schema.field(_position(column, schema.names, name, columns.option(column))).type)
         # Text may be stored plain or dictionary-encoded, with 32-bit or 64-bit offsets, or as views.
-        if not re.fullmatch(r"(dictionary<values=)?(large_)?string(_view)?\b.*", found):
+        if re.fullmatch(r"(dictionary<values=)?(large_)?string(_view)?\b.*", found):
+            continue
+        if column != columns.domain:
             raise CorpusError(f"{name}: column {column!r} is {found}, expected strings; convert it first")
+        if not re.fullmatch(r"u?int\d+", found):
+            raise CorpusError(
+                f"{name}: column {column!r} is {found}, expected strings or whole numbers for domains; convert it first"
+            )
 
 
-def _strings(array: Any, column: str, name: str, rows_before: int) -> list[str]:
+def _values(array: Any, column: str, name: str, rows_before: int) -> list[Any]:
     try:
-        texts = cast(list[str], array.to_pylist())
+        return list(array.to_pylist())
     except UnicodeDecodeError as error:
         raise CorpusError(
             f"{name}: column {column!r} is not UTF-8 ({error.reason}) in rows {rows_before + 1} to "
             f"{rows_before + len(array)}; write the texts as UTF-8"
         ) from error
-    if None in texts:
-        row = rows_before + texts.index(cast(str, None)) + 1
-        raise CorpusError(
-            f"{name}: row {row}: {column!r} is null, expected a string; make it a string or take the row out"
-        )
-    return texts
 
 
-def _position(column: str, names: Sequence[str], name: str) -> int:
+def empty(texts: Iterable[str]) -> bool:
+    """Whether one of the texts has no characters, or only white space."""
+    return any(not text or text.isspace() for text in texts)
+
+
+def _with_domain(texts: Record, domain: object, columns: Columns, where: str, number: int) -> Record:
+    """The record with its domain behind its texts; `where` and `number` say where it stands."""
+    if type(domain) is int:  # not a boolean, which is an int, too
+        return (*texts, str(domain))
+    if isinstance(domain, str) and not empty([domain]):
+        return (*texts, domain)
+    if empty(texts):  # skipped, whatever its domain
+        return (*texts, "")
+    found = "empty" if isinstance(domain, str) else _json_name(domain)
+    raise CorpusError(
+        f"{where}{number}: {columns.domain!r} is {found}, expected the name of a domain (a string or a whole number); "
+        "name one or take the record out"
+    )
+
+
+def _position(column: str, names: Sequence[str], name: str, option: str) -> int:
     if names.count(column) == 1:
         return names.index(column)
     if column in names:
         raise CorpusError(f"{name}: the column {column!r} occurs {names.count(column)} times; rename all but one")
-    raise CorpusError(f"{name}: no column {column!r}, found {_listed(names)}; name the right column with text_key")
+    raise CorpusError(f"{name}: no column {column!r}, found {_listed(names)}; name the right column with {option}")
 
 
-def one_column(name: str, columns: tuple[str, ...]) -> str:
-    return (
-        f"{name}: a text file has one text a line, text_key asks for {len(columns)} ({_listed(columns)}); "
-        "pass JSON lines, CSV, TSV or Parquet for records of several texts"
-    )
+def check_single_column(name: str, columns: Columns) -> None:
+    """To be called for a text file.
+
+    Raises:
+        CorpusError: more is asked for than its lines.
+    """
+    if len(columns.texts) > 1:
+        raise CorpusError(
+            f"{name}: a text file has one text a line, text_key asks for {len(columns.texts)} "
+            f"({_listed(columns.texts)}); pass JSON lines, CSV, TSV or Parquet for records of several texts"
+        )
+    if columns.domain is not None:
+        raise CorpusError(
+            f"{name}: a text file has one text a line and no column {columns.domain!r}; pass JSON lines, CSV, TSV or "
+            "Parquet to keep domains"
+        )
 
 
 def _listed(names: Iterable[str]) -> str:

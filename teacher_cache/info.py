@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from teacher_cache.cache import TeacherCache
+from teacher_cache.token_columns import ATTENTION, PIECES, STATES
+from teacher_cache.view import SpaceView
 
 # Quarantined rows of a space that are told with their texts.
 LISTED = 100
@@ -39,6 +41,7 @@ def describe(path: str | Path) -> dict[str, Any]:
                 "fingerprint": view.space.fingerprint,
                 "description": view.space.describe(),
                 "space": view.space.to_json(),
+                "columns": _columns(view),
             }
         corpora = {
             name: {
@@ -47,10 +50,35 @@ def describe(path: str | Path) -> dict[str, Any]:
                 "columns": list(record.columns),
                 "fingerprint": record.fingerprint,
                 "sources": [source.name for source in record.sources],
+                "domains": dict(zip(record.domains, record.domain_records, strict=True)),
             }
             for name, record in cache.corpora().items()
         }
         return {"rows": cache.rows, "corpora": corpora, "spaces": spaces}
+
+
+def _columns(view: SpaceView) -> dict[str, Any]:
+    """Of each column besides the vectors: its rows, bytes and refusals, and what is said of all of them."""
+    tokens = view.tokens
+    if tokens is None:
+        return {}
+    told: dict[str, Any] = {}
+    for name, arrays in (("tokens", (STATES, PIECES)), ("attention", (ATTENTION,))):
+        if arrays[0] in tokens.columns:
+            records = [record for array in arrays for _, record in view.index.iter_shards(tokens.columns[array].name)]
+            told[name] = {
+                "present": tokens.present_count(arrays[0]),
+                "quarantined": len(tokens.quarantined(arrays[0])),
+                "bytes": sum(record.size for record in records),
+            }
+    told["tokens"] |= {
+        "storage": tokens.record.storage,
+        "width": tokens.record.shape.width,
+        "worst_error": tokens.worst_error(),
+    }
+    if tokens.record.attention is not None:
+        told["attention"] |= {"layers": list(tokens.record.attention)}
+    return told
 
 
 def look_up(path: str | Path, texts: Sequence[str], space: str | None = None) -> list[dict[str, Any]]:

@@ -19,10 +19,11 @@ from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import ShardRecord
-from teacher_cache.storage.manifest import CORPORA
+from teacher_cache.storage.manifest import CORPORA, CorpusRecord
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
 from teacher_cache.text_key import text_keys
+from teacher_cache.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns
 from teacher_cache.view import SPACES, SpaceRecord, SpaceView
 
 # What a teacher's own normalising may leave of a unit length, and what two number formats may add to it: a vector may
@@ -44,7 +45,7 @@ class Damage:
 
     Attributes:
         kind: what sort ("damaged_cache", "damaged_space", "missing_shard", "damaged_shard", "digest", "key",
-            "index", "non_finite", "norm", "teacher", "count", "corpus").
+            "index", "non_finite", "norm", "tokens", "teacher", "count", "corpus").
         where: file or name, and what was found and expected.
         rows: how many rows it touches.
         array: as the index names it, or "corpora/NAME"; "" for the cache as a whole.
@@ -95,7 +96,10 @@ class Inspection:
     def texts(self) -> Iterator[Damage]:
         """What is wrong with the text table and its keys; to be called first."""
         index, table = self.cache.index, self.cache.texts_table
-        names = [TEXT, KEYS, *(record.array_name for record in self.cache.space_records().values())]
+        names = [TEXT, KEYS]
+        for record in self.cache.space_records().values():
+            arrays = record.columns.arrays if record.columns is not None else ()
+            names += [record.array_name, *(f"{record.name}/{array}" for array in arrays)]
         self._total = sum(len(self._numbers(name)) for name in names)
         with index.snapshot():
             rows, keys = index.rows(), index.key_count()
@@ -169,7 +173,37 @@ class Inspection:
             return [Damage("damaged_space", str(error), rows, name)]
         lost = unreadable(self.cache.path / SPACES / record.space.slug / SPACE_JSON)
         found = [Damage("damaged_space", lost, 0, name)] if lost else []
-        return found + [damage for number in self._numbers(name) for damage in self._vector_shard(view, number)]
+        found += [damage for number in self._numbers(name) for damage in self._vector_shard(view, number)]
+        try:
+            return found + self._tokens(view.tokens) if view.tokens is not None else found
+        except (DamagedCache, FormatVersionError) as error:
+            return [*found, Damage("damaged_space", str(error), 0, f"{record.name}/{STATES}")]
+
+    def _tokens(self, tokens: TokenColumns) -> list[Damage]:
+        numbers = {number for column in tokens.columns.values() for number in self._numbers(column.name)}
+        return [damage for number in sorted(numbers) for damage in self._token_shard(tokens, number)]
+
+    def _token_shard(self, tokens: TokenColumns, number: int) -> list[Damage]:
+        columns = tokens.columns
+
+        def look(rows: int, records: Sequence[ShardRecord | None]) -> list[Damage]:
+            promised = dict(zip(columns, records, strict=True))
+            found: list[Damage] = []
+            values: dict[str, Rows] = {}
+            for array, record in promised.items():
+                if record is not None:
+                    damage, read = self._shard(columns[array], number, rows, record, complete=False)
+                    found += damage
+                    values |= {} if read is None else {array: read}
+            states, pieces = (_present(promised[array]) for array in (STATES, PIECES))
+            if not found and not np.array_equal(states, pieces):
+                where = f"shard {number} of {columns[STATES].name} and {columns[PIECES].name}: not the same rows"
+                found.append(Damage("count", where, tokens.shard_rows, columns[STATES].name, number))
+            if not found and {STATES, PIECES} <= values.keys():
+                found += _token_texts(tokens, number, promised, values)
+            return found
+
+        return self._settled(list(columns.values()), number, look)
 
     def _vector_shard(self, view: SpaceView, number: int) -> list[Damage]:
         def look(rows: int, records: Sequence[ShardRecord | None]) -> list[Damage]:
@@ -257,7 +291,7 @@ class Inspection:
             array.forget(number)
 
     def corpora(self) -> Iterator[Damage]:
-        """What is wrong with the row lists."""
+        """What is wrong with the row lists and the domain lists."""
         for name, record in self.cache.corpora().items():
             where = f"corpora/{name}"
             try:
@@ -270,6 +304,9 @@ class Inspection:
             lost = unreadable(self.cache.path / CORPORA / name / CORPUS_JSON)
             if lost:
                 yield Damage("corpus", lost, 0, where)
+            wrong = wrong_domains(manifest.record, manifest.domains, deep=self.deep)
+            if wrong:
+                yield Damage("corpus", wrong, len(manifest), where)
             rows = self.cache.rows  # read after the corpus, which names no row that is newer
             outside = 0
             for start in range(0, len(manifest), 2**20):
@@ -329,6 +366,37 @@ def _vectors(view: SpaceView, number: int, rows: npt.NDArray[np.int64], values: 
         yield Damage("norm", where, len(bad), view.array_name, number)
 
 
+def _present(record: ShardRecord | None) -> npt.NDArray[np.bool_]:
+    return np.zeros(0, dtype=bool) if record is None else record.present
+
+
+def _token_texts(
+    tokens: TokenColumns, number: int, promised: dict[str, ShardRecord | None], values: dict[str, Rows]
+) -> Iterator[Damage]:
+    """Texts of one shard whose columns do not go together, or hold what is no number."""
+    by_array = {}
+    for array, read in values.items():
+        record = promised[array]
+        if record is not None:
+            by_array[array] = dict(zip(np.flatnonzero(record.present).tolist(), read, strict=True))
+    first = number * tokens.shard_rows
+    apart, broken, why = [], [], ""
+    for place, states in by_array[STATES].items():
+        text = StoredTokens(states, by_array[PIECES][place], by_array.get(ATTENTION, {}).get(place))
+        wrong = tokens.wrong(text)
+        why = why or wrong
+        if wrong:
+            apart.append(first + place)
+        elif not tokens.finite(text):
+            broken.append(first + place)
+    name = tokens.columns[STATES].name
+    if apart:
+        yield Damage("tokens", f"shard {number} of {name}: {why}; {listed('row', apart)}", len(apart), name, number)
+    if broken:
+        where = f"shard {number} of {name} or its attention holds NaN or infinite numbers, {listed('row', broken)}"
+        yield Damage("non_finite", where, len(broken), name, number)
+
+
 def vectors_sound(view: SpaceView, values: Rows) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Two `(n,)` masks over rows as they are stored: finite; and of a length that the space can have."""
     norms = np.empty(len(values))
@@ -363,6 +431,30 @@ def fingerprint_of(table: TextTable, rows: npt.NDArray[np.int64]) -> str:
         for text in table.read(np.asarray(rows[start : start + _READ_RECORDS]).ravel()):
             fingerprint.add(text.encode())
     return fingerprint.value
+
+
+def wrong_domains(record: CorpusRecord, numbers: npt.NDArray[np.uint16] | None, *, deep: bool) -> str:
+    """What is wrong with the domains `(M,)` of a corpus's records; "" if nothing is, or none were kept.
+
+    Args:
+        deep: compare their fingerprint, too.
+    """
+    if numbers is None:
+        return ""
+    names = [name.encode() for name in record.domains]
+    fingerprint = Fingerprint(1)
+    for start in range(0, len(numbers), 2**20):
+        part = numbers[start : start + 2**20]
+        if int(part.max()) >= len(names):
+            return f"corpus {record.name!r} names domain {part.max()}, counted from 0, of its {len(names)}"
+        for number in part.tolist() if deep else ():
+            fingerprint.add(names[number])
+    if deep and fingerprint.value != record.domains_fingerprint:
+        return (
+            f"the domain list of corpus {record.name!r} is not the one that was written: its fingerprint is "
+            f"{fingerprint.value}, recorded is {record.domains_fingerprint}"
+        )
+    return ""
 
 
 def _chunk_rows(array: ShardedArray, rows: npt.NDArray[np.intp]) -> str:

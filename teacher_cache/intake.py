@@ -16,8 +16,10 @@ import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache
 from teacher_cache.storage.codec import cosine_errors
+from teacher_cache.storage.column import Column
 from teacher_cache.storage.texts import TextTable
 from teacher_cache.text_key import text_keys
+from teacher_cache.token_columns import ATTENTION, StoredTokens, TokenColumns
 from teacher_cache.view import SpaceView
 
 # What one teacher says of one text twice differs by rounding. all-MiniLM-L6-v2 in bfloat16: up to 1 - cos = 4e-5
@@ -113,14 +115,38 @@ class CheckedVectors:
             DamagedCache: one of their shards is not what its digest says.
             MissingRows: a row has no vector any more.
         """
-        view = self.view
-        for number in np.unique(rows // view.vectors.shard_rows).tolist():
-            record = view.index.shard(view.array_name, number)
-            if record is not None and self._checked.get(number) != record.digest:
-                view.vectors.forget(number)  # a writer may have replaced the file since it was opened
-                view.vectors.read_checked(number, record.present, record.digest)
-                self._checked[number] = record.digest
-        return view.gather(rows, dtype=dtype)
+        _prove(self.view.column, rows, self._checked)
+        return self.view.gather(rows, dtype=dtype)
+
+
+class ProvenTokens:
+    """Reads token columns that are to be copied, as `CheckedVectors` does vectors."""
+
+    def __init__(self, tokens: TokenColumns) -> None:
+        self.tokens = tokens
+        self._checked: dict[str, dict[int, bytes]] = {array: {} for array in tokens.columns}
+
+    def gather_stored(self, rows: RowList, attention: bool) -> list[StoredTokens]:
+        """Token columns of rows that have them.
+
+        Raises:
+            DamagedCache: one of their shards is not what its digest says.
+            MissingRows: a row has lost them.
+        """
+        for array, column in self.tokens.columns.items():
+            if attention or array != ATTENTION:
+                _prove(column, rows, self._checked[array])
+        return self.tokens.gather_stored(rows, attention)
+
+
+def _prove(column: Column, rows: RowList, checked: dict[int, bytes]) -> None:
+    """Compare the shards of rows with their digests, each once; `checked` remembers."""
+    for number in np.unique(rows // column.shard_rows).tolist():
+        record = column.record(number)
+        if record is not None and checked.get(number) != record.digest:
+            column.array.forget(number)  # a writer may have replaced the file since it was opened
+            column.array.read_checked(number, record.present, record.digest)
+            checked[number] = record.digest
 
 
 def checked_texts(table: TextTable, rows: RowList) -> tuple[list[str], npt.NDArray[np.uint8]]:

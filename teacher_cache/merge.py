@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,22 @@ from teacher_cache.build import Progress
 from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheError, SpaceMismatch
 from teacher_cache.intake import (
+    WINDOW_ROWS,
     CheckedVectors,
+    ProvenTokens,
     RowList,
     checked_texts,
     difference,
     disagreeing,
     excerpt,
     fill,
+    grouped,
     mapped,
     unnamed_file,
 )
 from teacher_cache.storage.index import Change, quarantine_key
-from teacher_cache.storage.manifest import CorpusRecord, writing_manifest
+from teacher_cache.storage.manifest import CorpusRecord, writing_domains, writing_manifest
+from teacher_cache.token_columns import TokenColumns, TokenRecord
 from teacher_cache.view import SpaceRecord, SpaceView
 
 _COPIED_RECORDS = 2**20
@@ -48,6 +52,8 @@ class MergeReport:
         quarantined: refusals carried over, and vectors that the cache's number format cannot hold.
         spaces: slugs of the joined cache that the sources have too.
         corpora: names published now.
+        token_texts: texts that were given token columns now, over all spaces.
+        left_out: token columns that the joined cache keeps in another way, and why.
     """
 
     rows: int
@@ -60,6 +66,8 @@ class MergeReport:
     sources: list[str]
     cache: str
     seconds: float
+    token_texts: int = 0
+    left_out: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,6 +121,8 @@ def merge(
             sources=[str(path) for path in sources],
             cache=str(into),
             seconds=round(time.monotonic() - started, 3),
+            token_texts=joined.token_texts,
+            left_out=joined.left_out,
         )
 
 
@@ -166,6 +176,13 @@ def _check_names(parts: Sequence[_Part]) -> None:
                     f"{where} and {path} have different corpora named {name!r} ({known.records} and "
                     f"{corpus.records} records); build one of them again with another --name"
                 )
+            if known.domains and corpus.domains and known.domains_fingerprint != corpus.domains_fingerprint:
+                raise CacheError(
+                    f"{where} and {path} have different domains of corpus {name!r} (by {known.domain_key} and by "
+                    f"{corpus.domain_key}); build one of them again with the --domain-key of the other"
+                )
+            if corpus.domains:
+                corpora[name] = corpus, path
 
 
 def _check_vectors(held: _Part, given: _Part, report: Callable[[Progress], None]) -> None:
@@ -206,7 +223,8 @@ class _Joined:
     def __init__(self, cache: TeacherCache, report: Callable[[Progress], None]) -> None:
         self.cache = cache
         self.report = report
-        self.vectors = self.held = self.quarantined = 0
+        self.vectors = self.held = self.quarantined = self.token_texts = 0
+        self.left_out: list[str] = []
         self.spaces: set[str] = set()
         self.corpora: list[str] = []
 
@@ -223,6 +241,8 @@ class _Joined:
         part.new_rows = mapped(file, "<i8")
         for record in part.spaces.values():
             self._add_vectors(part, record)
+            if record.columns is not None:
+                self._add_tokens(part, record.columns, record)
         for corpus in part.corpora.values():
             self._add_corpus(part, corpus)
 
@@ -251,8 +271,50 @@ class _Joined:
         self.held += filled.held
         self.quarantined += len(filled.refused)
 
+    def _add_tokens(self, part: _Part, columns: TokenRecord, record: SpaceRecord) -> None:
+        """Token columns of texts that have none here, as they are stored; what is here stays."""
+        source = part.cache.space(record.space.slug).tokens
+        try:
+            view = self.cache.ensure_tokens(self._view(record), columns)
+        except CacheError as error:
+            self.left_out.append(f"{columns.describe()} of {part.cache.path}: {error}")
+            return
+        target = view.tokens
+        if source is None or target is None:
+            return
+        proven = ProvenTokens(source)
+        worst = source.worst_error()
+        progress = Progress(phase="writing tokens", total=part.rows, space=record.space.describe())
+        rows = target.shard_rows
+        for places in grouped(part.new_rows, self.cache.rows, max(WINDOW_ROWS // rows, 1) * rows):
+            shards = part.new_rows[places] // rows
+            for old in np.split(places, np.flatnonzero(np.diff(shards)) + 1):
+                self._add_token_shard(part, view, target, old, proven, worst)
+                progress.done += len(old)
+                self.report(progress)
+
+    def _add_token_shard(
+        self, part: _Part, view: SpaceView, target: TokenColumns, old: RowList, proven: ProvenTokens, worst: float
+    ) -> None:
+        source = proven.tokens
+        new = part.new_rows[old]
+        with_maps = source.present(old, attention=True) & ~target.present(new, attention=True)
+        states_alone = source.present(old) & ~target.present(new) & ~with_maps
+        stored = {
+            row: text
+            for mask, attention in ((states_alone, False), (with_maps, True))
+            for row, text in zip(new[mask].tolist(), proven.gather_stored(old[mask], attention), strict=True)
+        }
+        if stored:
+            number = int(new[0]) // target.shard_rows
+            changes = target.write(number, stored, dict.fromkeys(stored, worst), {})
+            nothing = np.empty((0, view.dims), dtype=np.float32)
+            view.write(int(new[0]) // view.vectors.shard_rows, new[:0], nothing, also=changes)
+            self.token_texts += len(stored)
+
     def _add_corpus(self, part: _Part, record: CorpusRecord) -> None:
-        if record.name in self.cache.corpora():
+        held = self.cache.corpora().get(record.name)
+        if held is not None and (held.domains or not record.domains):
             return  # the same one: its fingerprint was compared
         manifest = part.cache.corpus(record.name)
         if manifest.record != record:
@@ -263,7 +325,12 @@ class _Joined:
         with writing_manifest(self.cache.path, record.name, len(record.columns)) as (writer, written):
             for start in range(0, len(listed), _COPIED_RECORDS):
                 writer.append(part.new_rows[listed[start : start + _COPIED_RECORDS]])
-        self.cache.publish_corpus(record, written)
+        domains = None
+        if manifest.domains is not None:
+            with writing_domains(self.cache.path, record.name) as (writer, domains):
+                for start in range(0, len(listed), _COPIED_RECORDS):
+                    writer.append(manifest.domains[start : start + _COPIED_RECORDS])
+        self.cache.publish_corpus(record, written, domains)
         self.corpora.append(record.name)
 
     def add_refusals(self, part: _Part) -> None:

@@ -18,6 +18,7 @@ from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
+from teacher_cache.token_columns import TokenRecord, create_array
 from teacher_cache.view import SPACES, SpaceRecord, create_vectors
 
 
@@ -114,11 +115,19 @@ def _arrays(path: Path, index: Index, shard_rows: int) -> Iterator[tuple[str, Pa
         form = number_format(record.storage)
         return lambda scratch: create_vectors(scratch / record.array, form, record.space.dims, shard_rows)
 
+    def of_tokens(columns: TokenRecord, name: str, array: str) -> Callable[[Path], ShardedArray]:
+        shards = index.iter_shards(name)
+        rows = next((len(shard.present) for _, shard in shards), columns.shard_rows(shard_rows))
+        return lambda scratch: create_array(scratch / array, columns, array, rows)
+
     yield TEXT, path / TEXT, of_texts(TEXT)
     yield KEYS, path / KEYS, of_texts(KEYS)
     for slug, data in index.records("spaces").items():
         record = SpaceRecord.from_json(data)
         yield record.array_name, path / SPACES / slug / record.array, of_vectors(record)
+        for array in record.columns.arrays if record.columns is not None else ():
+            name = f"{record.name}/{array}"
+            yield name, path / name, of_tokens(record.columns, name, array)  # type: ignore[arg-type]
 
 
 def _restore(index: Index, name: str, folder: Path, make: Callable[[Path], ShardedArray]) -> bool:

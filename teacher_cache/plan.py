@@ -6,7 +6,7 @@ The files of a hub model are downloaded all the same: which vectors a cache has 
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import numpy as np
 from teacher_cache.cache import CACHE_JSON, TeacherCache
 from teacher_cache.corpus import Corpus
 from teacher_cache.storage.codec import FORMATS
-from teacher_cache.teachers import load_teacher, resolve, settle_dtype
+from teacher_cache.teachers import load_teacher, resolve, settle_dtype, token_shape
 from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
 from teacher_cache.text_key import KEY_BYTES, text_keys
+from teacher_cache.token_columns import TOKEN_FORMATS, TokenRecord, checked_layers
+from teacher_cache.tokens import TokenRequest
 
 READ_RECORDS = 8192
 # Texts whose tokens are counted to estimate those of all, and texts that `probe` times.
@@ -32,7 +34,9 @@ class Plan:
     Attributes:
         tokens: of the texts to encode, from the mean of a sample.
         truncated: share of the sample that is longer than the maximum.
+        missing: texts to encode: those that lack a vector, or another column that is asked for.
         bytes: of the new vectors by number format, before compression.
+        token_bytes: of the new token columns, the same; empty where none are asked for.
         hours: None when nothing has been timed yet.
         basis: where the hours come from.
     """
@@ -47,20 +51,50 @@ class Plan:
     bytes: dict[str, int]
     hours: float | None
     basis: str
+    token_bytes: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def plan(corpus: Corpus, teacher: TeacherOptions, cache: str | Path, *, probe: bool = False) -> Plan:
+@dataclass(frozen=True)
+class _Held:
+    """What a cache has of the texts: how many vectors, states and attention, and all that is asked for.
+
+    Attributes:
+        rate: tokens a second of past builds.
+    """
+
+    vectors: int = 0
+    states: int = 0
+    attention: int = 0
+    complete: int = 0
+    rate: float | None = None
+    record: TokenRecord | None = None
+
+
+def plan(
+    corpus: Corpus,
+    teacher: TeacherOptions,
+    cache: str | Path,
+    *,
+    tokens: TokenRequest | None = None,
+    probe: bool = False,
+) -> Plan:
     """Read the corpus once, look its texts up in the cache, if there is one, and count.
 
     Takes 16 bytes of memory a text. With `probe` the teacher is loaded and timed on a few texts of this corpus.
+
+    Args:
+        tokens: as for `build`.
 
     Raises:
         TeacherError, CorpusError: as `build` would.
     """
     spec = resolve(teacher)
+    shape = None if tokens is None else token_shape(spec)
+    if tokens is not None and tokens.attention and shape is not None:
+        checked_layers(tokens.attention, shape)
     keys = bytearray()
     sample: list[str] = []
     draw = random.Random(0)
@@ -77,11 +111,21 @@ def plan(corpus: Corpus, teacher: TeacherOptions, cache: str | Path, *, probe: b
                 sample[place] = text
     corpus.require_records()
     distinct = np.unique(np.frombuffer(bytes(keys), dtype=f"V{KEY_BYTES}"))
-    cached, rate = _in_cache(distinct, spec, Path(cache))
-    missing = len(distinct) - cached
+    held = _in_cache(distinct, spec, Path(cache), tokens)
+    missing = len(distinct) - held.complete
     counts = _token_counts(sample, spec)
-    mean = float(np.minimum(counts, spec.space.max_length).mean()) if len(counts) else 0.0
-    tokens = round(mean * missing)
+    lengths = np.minimum(counts, spec.space.max_length)
+    total = round(float(lengths.mean()) * missing) if len(counts) else 0
+    token_bytes: dict[str, int] = {}
+    if tokens is not None and shape is not None and len(counts):
+        wanted = TokenRecord.wanted(shape, tokens, None, held.record)
+        spec = replace(spec, request=TokenRequest(wanted.attention))
+        maps = np.array([wanted.attention_bytes(int(length)) for length in lengths]).mean()
+        for name in TOKEN_FORMATS:
+            states = replace(wanted, storage=name).token_bytes() * lengths.mean()
+            new = states * (len(distinct) - held.states) + maps * (len(distinct) - held.attention)
+            token_bytes[name] = round(float(new))
+    rate = held.rate
     basis = "at the rate this cache was built at"
     if probe and sample:
         rate, basis = (
@@ -92,27 +136,44 @@ def plan(corpus: Corpus, teacher: TeacherOptions, cache: str | Path, *, probe: b
         description=spec.space.describe(),
         rows=rows,
         distinct=len(distinct),
-        cached=cached,
+        cached=held.complete,
         missing=missing,
-        tokens=tokens,
+        tokens=total,
         truncated=float((counts > spec.space.max_length).mean()) if len(counts) else 0.0,
-        bytes={name: missing * form.row_bytes(spec.space.dims) for name, form in FORMATS.items()},
-        hours=tokens / rate / 3600 if rate else None,
+        bytes={
+            name: (len(distinct) - held.vectors) * form.row_bytes(spec.space.dims) for name, form in FORMATS.items()
+        },
+        hours=total / rate / 3600 if rate else None,
         basis=basis if rate else "",
+        token_bytes=token_bytes,
     )
 
 
-def _in_cache(distinct: Any, spec: TeacherSpec, path: Path) -> tuple[int, float | None]:
-    """How many of the texts have a vector of this space, and the tokens a second of past builds."""
+def _in_cache(distinct: Any, spec: TeacherSpec, path: Path, tokens: TokenRequest | None) -> _Held:
+    """What the cache has of these texts in this space."""
     if not (path / CACHE_JSON).exists():
-        return 0, None
+        return _Held()
     with TeacherCache.open(path) as cache:
         view = cache.find_space(spec.space)
         if view is None:
-            return 0, None
+            return _Held()
         rows = cache.index.find([key.tobytes() for key in distinct])
-        cached = int(view.present(rows[rows >= 0]).sum())
-        return cached, view.record.tokens / view.record.seconds if view.record.seconds else None
+        rows = rows[rows >= 0]
+        nothing = np.zeros(len(rows), dtype=bool)
+        vectors = complete = view.present(rows)
+        states = nothing if view.tokens is None else view.tokens.present(rows)
+        attention = nothing if view.tokens is None else view.tokens.present(rows, attention=True)
+        if tokens is not None:
+            complete = vectors & (states if tokens.attention is None else attention)
+        rate = view.record.tokens / view.record.seconds if view.record.seconds else None
+        return _Held(
+            vectors=int(vectors.sum()),
+            states=int(states.sum()),
+            attention=int(attention.sum()),
+            complete=int(complete.sum()),
+            rate=rate,
+            record=view.record.columns,
+        )
 
 
 def _token_counts(texts: Sequence[str], spec: TeacherSpec) -> np.ndarray[Any, Any]:

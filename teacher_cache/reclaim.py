@@ -19,7 +19,8 @@ from teacher_cache.repair import DAMAGED
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, replacing, sync_folder
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.storage.manifest import CORPORA
-from teacher_cache.view import SPACES, SpaceRecord
+from teacher_cache.token_columns import TOKEN_ARRAYS
+from teacher_cache.view import SPACES
 
 
 @dataclass(frozen=True)
@@ -127,14 +128,20 @@ class _Sweep:
         if record is not None and not self.dry_run:
             folder = self.cache.path / SPACES / slug
             arrays = {record.array, *(array.name for array in folder.glob("vectors*.zarr"))}
-            changes = [change for array in sorted(arrays) for change in self._forgotten(replace(record, array=array))]
-            changes += [Change("quarantine", quarantine_key(slug, row), None) for row in index.quarantined(slug)]
+            names = [replace(record, array=array).array_name for array in sorted(arrays)]
+            names += [f"{record.name}/{array}" for array in TOKEN_ARRAYS]
+            names += [f"{record.name}/{array.name}" for array in sorted(folder.glob("alignment-*.zarr"))]
+            changes = [change for name in names for change in self._forgotten(name)]
+            changes += [
+                Change("quarantine", quarantine_key(name, row), None)
+                for name in (slug, *names)
+                for row in index.quarantined(name)
+            ]
             index.commit([*changes, Change("spaces", slug.encode(), None)])
         self._remove("space", self.cache.path / SPACES / slug)
 
-    def _forgotten(self, record: SpaceRecord) -> list[Change]:
-        """What takes the shards of one array of a space out of the index."""
-        array = record.array_name
+    def _forgotten(self, array: str) -> list[Change]:
+        """What takes the shards of an array out of the index."""
         return [Change("shards", shard_key(array, number), None) for number, _ in self.cache.index.iter_shards(array)]
 
     def drop_corpus(self, name: str) -> None:
@@ -144,22 +151,25 @@ class _Sweep:
         self._remove("corpus", self.cache.path / CORPORA / name)
 
     def old_in_spaces(self, *, dropped: Sequence[str]) -> None:
-        """Spaces that were never published, and arrays that a conversion has left."""
+        """Spaces and token columns that were never published, and arrays that a conversion has left."""
         known = self.cache.space_records()
         for slug in _names(self.cache.path / SPACES):
             folder = self.cache.path / SPACES / slug
             if slug in dropped or slug.endswith(TEMPORARY_SUFFIX):
                 continue
             if slug in known:
-                old = [array for array in sorted(folder.glob("vectors*.zarr")) if array.name != known[slug].array]
+                columns = known[slug].columns
+                named = {known[slug].array, *(columns.arrays if columns is not None else ())}
+                found = [*sorted(folder.glob("vectors*.zarr")), *(folder / array for array in TOKEN_ARRAYS)]
+                old = [array for array in found if array.name not in named and os.path.lexists(array)]
                 if old and not self.dry_run and folder.resolve().is_relative_to(self.root):
                     # A conversion that was killed after its commit has not said so here, where a lost index would
-                    # be made again from.
+                    # be made again from; a build that was killed before its first one has said too much.
                     with replacing(folder / SPACE_JSON) as file:
                         file.write(known[slug].to_json())
                 if not self.dry_run:
-                    gone = [replace(known[slug], array=array.name) for array in old]
-                    self.cache.index.commit([change for record in gone for change in self._forgotten(record)])
+                    gone = [replace(known[slug], array=array.name).array_name for array in old]
+                    self.cache.index.commit([change for name in gone for change in self._forgotten(name)])
                 for array in old:
                     self._remove("old array", array)
                 continue
@@ -173,14 +183,17 @@ class _Sweep:
                 self._remove("unpublished space", folder)
 
     def old_in_corpora(self, *, dropped: Sequence[str]) -> None:
-        """Row lists that no corpus uses any more; a folder that holds anything else stays."""
+        """Row and domain lists that no corpus uses any more; a folder that holds anything else stays."""
         known = self.cache.corpora()
         for name in _names(self.cache.path / CORPORA):
             folder = self.cache.path / CORPORA / name
             if name in dropped or name.endswith(TEMPORARY_SUFFIX):
                 continue
-            used = {known[name].file(self.cache.path).name, CORPUS_JSON} if name in known else set()
-            lists = {file.name for file in folder.glob("rows*")} | {CORPUS_JSON}
+            used = set()
+            if name in known:
+                files = (known[name].file(self.cache.path), known[name].domains_file(self.cache.path))
+                used = {CORPUS_JSON, *(file.name for file in files if file is not None)}
+            lists = {file.name for kind in ("rows*", "domains*") for file in folder.glob(kind)} | {CORPUS_JSON}
             if name not in known and set(os.listdir(folder)) <= lists:
                 self._remove("old row list", folder)
                 continue

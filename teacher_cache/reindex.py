@@ -11,7 +11,7 @@ the new one, or, between the two renames, none, as before.
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from teacher_cache.cache import CORPUS_JSON, INDEX, LOCK, SPACE_JSON, check_format
 from teacher_cache.errors import DamagedCache, FormatVersionError
-from teacher_cache.inspection import fingerprint_of, vectors_sound
+from teacher_cache.inspection import fingerprint_of, vectors_sound, wrong_domains
 from teacher_cache.metadata import restore_cache_json
 from teacher_cache.repair import set_aside
 from teacher_cache.storage.chunks import Rows
@@ -31,6 +31,7 @@ from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
 from teacher_cache.text_key import text_keys
+from teacher_cache.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns
 from teacher_cache.view import SPACES, SpaceRecord, SpaceView
 
 # Text shards of one transaction: keys are random, and the more go in together, the more share a page.
@@ -52,12 +53,14 @@ class ReindexReport:
     Attributes:
         rows: texts.
         spaces: vectors by slug.
+        tokens: texts with token columns by slug.
         corpora: names.
         old: what became of the index that was there.
     """
 
     rows: int = 0
     spaces: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
     corpora: list[str] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     old: str = ""
@@ -121,7 +124,8 @@ class _Making:
         self.result = ReindexReport()
         self._report = report
         self._done = 0
-        self._total = sum(1 for _ in path.glob(f"{SPACES}/*/*/c/*/0")) + len(_numbers(self.table.text.array))
+        shards = [*path.glob(f"{SPACES}/*/vectors*.zarr/c/*"), *path.glob(f"{SPACES}/*/{STATES}/c/*")]
+        self._total = len(shards) + len(_numbers(self.table.text.array))
 
     def _leave_out(self, where: Path | str, why: object) -> None:
         name = where if isinstance(where, str) else str(where.relative_to(self.path))
@@ -209,10 +213,20 @@ class _Making:
                 record = SpaceRecord.from_json((folder / SPACE_JSON).read_bytes())
                 if record.space.slug != folder.name:
                     raise ValueError(f"it describes {record.space.slug}")
-                self._space(SpaceView(self.path, self.index, record))
+                self._space(self._view(record))
             except (OSError, ValueError, KeyError, TypeError, DamagedCache, FormatVersionError) as error:
                 if any(folder.glob("*/c/*")):  # otherwise it never held a vector
                     self._leave_out(folder, f"its space.json or zarr.json does not say what it is: {error}")
+
+    def _view(self, record: SpaceRecord) -> SpaceView:
+        """The space, without its token columns where these cannot be opened: the next build makes them anew."""
+        view = SpaceView(self.path, self.index, record)
+        try:
+            view.tokens  # noqa: B018
+        except (DamagedCache, FormatVersionError) as error:
+            self._leave_out(view.folder / STATES, error)
+            return SpaceView(self.path, self.index, replace(record, columns=None))
+        return view
 
     def _space(self, view: SpaceView) -> None:
         count = 0
@@ -226,8 +240,51 @@ class _Making:
                 changes.append(Change("spaces", view.slug.encode(), view.record.to_json()))
             self.index.commit(changes)
             count += int(record.present.sum())
-        if count:
-            self.result.spaces[view.slug] = count
+        if not count:
+            return
+        self.result.spaces[view.slug] = count
+        if view.tokens is not None:
+            for number in _numbers(view.tokens.columns[STATES].array):
+                self._tokens(view.slug, view.tokens, number)
+                self._step()
+
+    def _tokens(self, slug: str, tokens: TokenColumns, number: int) -> None:
+        """Take the texts of one shard whose columns go together; attention where it goes with the rest."""
+        columns = tokens.columns
+        bodies = {}
+        for array, column in columns.items():
+            there = column.array.shard_path(number).is_file()
+            bodies[array] = self._stored(column.array, number) if there else None
+        states, pieces, maps = (bodies.get(array) for array in (STATES, PIECES, ATTENTION))
+        path = columns[STATES].array.shard_path(number)
+        if states is None or pieces is None:
+            self._leave_out(path, "its states or its pieces are gone, and one without the other says nothing")
+            return
+        present = {array: np.zeros(tokens.shard_rows, dtype=bool) for array in columns}
+        bad = 0
+        for place in np.flatnonzero((states != b"") | (pieces != b"")).tolist():
+            text = StoredTokens(states[place], pieces[place])
+            row = number * tokens.shard_rows + place
+            if row >= self.result.rows or tokens.wrong(text) or not tokens.finite(text):
+                bad += 1
+                continue
+            present[STATES][place] = present[PIECES][place] = True
+            if maps is not None and maps[place] != b"":
+                whole = replace(text, attention=maps[place])
+                present[ATTENTION][place] = not tokens.wrong(whole) and tokens.finite(whole)
+                bad += not present[ATTENTION][place]
+        if bad:
+            self._leave_out(path, f"{bad} of its rows do not go with their pieces or attention, or are of no text")
+        changes = []
+        for array, column in columns.items():
+            body, mask = bodies[array], present[array]
+            if body is not None and mask.any():
+                worst = tokens.form.max_cosine_error if array == STATES else 0.0
+                size = column.array.shard_path(number).stat().st_size
+                record = ShardRecord(column.array.codec.digest(body[mask]), worst, size, mask)
+                changes.append(Change("shards", shard_key(column.name, number), record.pack()))
+        self.index.commit(changes)
+        self.result.tokens[slug] = self.result.tokens.get(slug, 0) + int(present[STATES].sum())
 
     def _vectors(self, view: SpaceView, number: int) -> ShardRecord | None:
         values = self._stored(view.vectors, number)
@@ -268,6 +325,9 @@ class _Making:
             part = manifest.rows[start : start + 2**20]
             if ((part < 0) | (part >= self.result.rows)).any():
                 raise ValueError(f"its row list names rows outside the table of {self.result.rows}")
+        wrong = wrong_domains(manifest.record, manifest.domains, deep=True)
+        if wrong:
+            raise ValueError(wrong)
         try:
             made = fingerprint_of(self.table, manifest.rows)
         except DamagedCache:

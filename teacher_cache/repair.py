@@ -19,14 +19,16 @@ import numpy.typing as npt
 from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus import Corpus
 from teacher_cache.errors import CacheNotFound, DamagedCache, KnownError
-from teacher_cache.inspection import Damage, Inspection
+from teacher_cache.inspection import Damage, Inspection, wrong_domains
 from teacher_cache.metadata import restore_metadata
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.files import make_folder, sync_folder
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
-from teacher_cache.storage.manifest import CorpusRecord, writing_manifest
+from teacher_cache.storage.manifest import CorpusRecord, domain_numbers, writing_domains, writing_manifest
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
 from teacher_cache.text_key import KEY_BYTES, text_keys
+from teacher_cache.token_columns import ATTENTION, PIECES, STATES
+from teacher_cache.view import SpaceView
 
 # Files that were damaged, for a look; `tcache gc` removes them.
 DAMAGED = "damaged"
@@ -59,7 +61,8 @@ class RepairReport:
     """What a repair did.
 
     Attributes:
-        missing: rows that have lost their vector, which the next build encodes.
+        missing: rows that have lost their vector, their tokens or their attention, which the next build encodes;
+            a row counts for each of these.
     """
 
     mended: list[Mend]
@@ -167,28 +170,32 @@ class _Mending:
 
     def _vectors(self, slug: str, found: Sequence[Damage]) -> None:
         """Forget whole shards: a digest covers all of one's rows, so it proves none of them alone."""
-        by_shard: dict[int, Damage] = {}
+        by_shard: dict[tuple[str, int], Damage] = {}
         for damage in found:
             if damage.shard is None:
                 self._left(damage, FROM_A_COPY)
             elif damage.kind == "norm":  # its digest holds: this is what was written
                 self._left(damage, AS_WRITTEN)
             else:
-                by_shard.setdefault(damage.shard, damage)
+                by_shard.setdefault((damage.array, damage.shard), damage)
         if not by_shard:
             return
         view = self.cache.space(slug)
-        changes = []
+        changes: list[Change] = []
+        dropped: set[tuple[str, int]] = set()
         # Files first: one that is left behind without a record could be taken for a good one when the index has
         # to be rebuilt, a record without its file only for what it is.
-        for number, damage in by_shard.items():
-            record = view.column.record(number)
-            rows = 0 if record is None else int(record.present.sum())
-            kept = set_aside(self.cache.path, view.vectors.shard_path(number))
+        for (name, number), damage in by_shard.items():
+            columns, option = _together(view, name)
+            records = [column.record(number) for column in columns if (column.name, number) not in dropped]
+            rows = max((int(record.present.sum()) for record in records if record is not None), default=0)
+            kept = [set_aside(self.cache.path, column.array.shard_path(number)) for column in columns]
             self.missing += rows
-            action = f"its {rows} rows are missing now: the next `tcache build` encodes them"
-            self._done(damage, f"the file {kept}; {action}" if kept else action, rows)
-            changes.append(Change("shards", shard_key(view.array_name, number), None))
+            action = f"its {rows} rows are missing now: the next `tcache build{option}` encodes them"
+            told = [f"the file {file}" for file in kept if file]
+            self._done(damage, "; ".join([*told, action]), rows)
+            dropped |= {(column.name, number) for column in columns}
+        changes += [Change("shards", shard_key(name, number), None) for name, number in sorted(dropped)]
         self.cache.index.commit(changes)
 
     # Texts and keys
@@ -256,7 +263,7 @@ class _Mending:
         names = [source.name for source in record.sources]
         unread = ""
         try:
-            if self._make_list(Corpus.open([_file(name) for name in names], record.columns), record):
+            if self._make_list(Corpus.open([_file(name) for name in names], record.columns, record.domain_key), record):
                 self._done(damage, "made again from its sources", record.records)
                 return
             unread = "; its sources hold other texts by now"
@@ -265,28 +272,58 @@ class _Mending:
         if self.corpus is not None and self._make_list(self.corpus, record):
             self._done(damage, "made again from --corpus", record.records)
             return
+        domains = f" --domain-key {record.domain_key}" if record.domains else ""
         command = (
-            f"`tcache build {' '.join(names)} --text-key {','.join(record.columns)} --teacher T --name {record.name} "
-            f"--cache {self.cache.path}`"
+            f"`tcache build {' '.join(names)} --text-key {','.join(record.columns)}{domains} --teacher T --name "
+            f"{record.name} --cache {self.cache.path}`"
         )
         self._left(damage, f"{command} makes it again and encodes nothing that is there{unread}", record.records)
 
     def _make_list(self, corpus: Corpus, record: CorpusRecord) -> bool:
-        """Publish the rows of `corpus` as those of `record`, if its texts have the record's fingerprint."""
+        """Publish the rows and domains of `corpus` as those of `record`, if they have the record's fingerprints."""
         if len(corpus.columns) != len(record.columns):
             return False
         known = True
-        with writing_manifest(self.cache.path, record.name, len(record.columns)) as (writer, written):
-            for records in corpus.batches(_READ_RECORDS):
+        with (
+            writing_manifest(self.cache.path, record.name, len(record.columns)) as (writer, written),
+            writing_domains(self.cache.path, record.name) as (domain_writer, domains),
+        ):
+            for records, numbers in corpus.batches_with_domains(_READ_RECORDS):
+                domain_writer.append(np.array(numbers))
                 rows = self.cache.index.find(text_keys([text for one in records for text in one]))
                 writer.append(rows.reshape(len(records), -1))
                 known = known and bool((rows >= 0).all())
-        if not known or corpus.fingerprint != record.fingerprint:
+        if not known or corpus.fingerprint != record.fingerprint or not self._domains_proven(corpus, record):
             written.unlink()
+            domains.unlink()
             return False
-        set_aside(self.cache.path, record.file(self.cache.path), keep=True)
-        self.cache.publish_corpus(record, written)
+        for file in (record.file(self.cache.path), record.domains_file(self.cache.path)):
+            if file is not None:
+                set_aside(self.cache.path, file, keep=True)
+        if corpus.domain_key is None:
+            domains.unlink()  # none, or those that are in place
+        self.cache.publish_corpus(record, written, domains if corpus.domain_key is not None else None)
         return True
+
+    def _domains_proven(self, corpus: Corpus, record: CorpusRecord) -> bool:
+        """Whether the record's domains are those of `corpus`, or, where it was read without, those that are there."""
+        if not record.domains or corpus.domain_key is not None:
+            return corpus.domains_fingerprint == record.domains_fingerprint
+        try:
+            held = domain_numbers(record, self.cache.path)
+        except DamagedCache:
+            return False
+        return held is not None and not wrong_domains(record, held.values, deep=True)
+
+
+def _together(view: SpaceView, name: str) -> tuple[list[Column], str]:
+    """The columns that lose a shard with that array, and what a build has to be told to fill them."""
+    if name == view.array_name or view.tokens is None:
+        return [view.column], ""
+    columns = view.tokens.columns
+    if ATTENTION in columns and name == columns[ATTENTION].name:
+        return [columns[ATTENTION]], " --columns vectors,tokens,attention"
+    return [columns[STATES], columns[PIECES]], " --columns vectors,tokens"
 
 
 class _TextShard:

@@ -8,11 +8,14 @@ come from the cache.
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.cache import TeacherCache
+from teacher_cache.errors import MissingRows
+from teacher_cache.joint import JointSpace
 from teacher_cache.shuffle import Numbers, WindowedShuffle
 from teacher_cache.storage.codec import Stored
 from teacher_cache.view import SpaceView
@@ -26,11 +29,15 @@ class Batch:
         texts: B texts; for pairs 2B, the second texts behind the first ones; none if they were not asked for.
         rows: `(B,)` row of each record's first text.
         vectors: `(B, d)`, the teacher's vector of the first text.
+        records: `(B,)` numbers of the records in the corpus.
+        tokens: what the teacher said of the first texts token by token, as it is stored; None unless asked for.
     """
 
     texts: list[str]
     rows: Numbers
     vectors: npt.NDArray[np.floating]
+    records: Numbers
+    tokens: list[Any] | None = None
 
 
 @dataclass
@@ -40,9 +47,11 @@ class _Window:
     epoch: int
     start: int
     places: Numbers
+    records: Numbers
     rows: Numbers
     stored: Stored
     texts: list[list[str]]
+    tokens: list[Any] | None
     buffer: int
 
 
@@ -59,6 +68,7 @@ class WindowedReader:
         grouped: batches of texts of similar length: records of a window are sorted by length within groups of
             `grouped` batches, and the batches of the window shuffled. 0 leaves the shuffle as it is.
         dtype: of the vectors.
+        tokens: "states" reads token states too, "attention" the attention maps as well; None vectors alone.
 
     Raises:
         MissingRows: on reading, a row has no vector in the space.
@@ -67,13 +77,14 @@ class WindowedReader:
     def __init__(
         self,
         cache: TeacherCache,
-        space: SpaceView,
+        space: SpaceView | JointSpace,
         order: WindowedShuffle,
         rows_of: Callable[[Numbers], Numbers],
         *,
         texts: int = 1,
         grouped: int = 0,
         dtype: npt.DTypeLike = np.float32,
+        tokens: str | None = None,
     ) -> None:
         self.cache = cache
         self.space = space
@@ -82,6 +93,7 @@ class WindowedReader:
         self.texts = texts
         self.grouped = grouped
         self.dtype = dtype
+        self.tokens = tokens
         self._buffers: dict[int, Stored] = {}
         self._current: _Window | None = None
         self._next: tuple[tuple[int, int], Future[_Window]] | None = None
@@ -108,8 +120,14 @@ class WindowedReader:
             np.take(window.stored, places, axis=0, out=vectors, mode="clip")  # other modes buffer the result
         else:
             self.space.form.restore(window.stored[places], vectors)
-        wanted = places.tolist() if window.texts else []
-        return Batch([column[place] for column in window.texts for place in wanted], window.rows[places], vectors)
+        wanted = places.tolist()
+        return Batch(
+            [column[place] for column in window.texts for place in wanted],
+            window.rows[places],
+            vectors,
+            window.records[places],
+            None if window.tokens is None else [window.tokens[place] for place in wanted],
+        )
 
     def close(self) -> None:
         """Wait for what is being read and let go of the buffers."""
@@ -147,17 +165,25 @@ class WindowedReader:
         first = np.ascontiguousarray(rows[:, 0])
         stored = self.space.gather_stored(first, self._buffer(buffer, len(first)))
         texts = [self.cache.texts(np.ascontiguousarray(rows[:, column])) for column in range(self.texts)]
+        tokens = None
+        if self.tokens is not None:
+            if self.space.tokens is None:
+                raise MissingRows(
+                    f"space {self.space.slug} keeps no tokens; `tcache build --columns vectors,tokens` adds them"
+                )
+            tokens = self.space.tokens.gather_stored(first, attention=self.tokens == "attention")
         places = order.permutation(epoch, number)
         if self.grouped and texts:
             lengths = np.fromiter(map(len, texts[0]), dtype=np.int64, count=len(first))
             places = self._by_length(places, lengths, np.random.default_rng((order.seed, epoch, order.rank, number, 1)))
-        return _Window(epoch, start, places, first, stored, texts, buffer)
+        return _Window(epoch, start, places, records, first, stored, texts, tokens, buffer)
 
     def _buffer(self, which: int, rows: int) -> Stored:
         if which not in self._buffers:
             # The last window of an epoch may hold a smaller batch more.
             largest = min(len(self.order), self.order.window + self.order.batch)
-            self._buffers[which] = self.space.vectors.empty(largest)
+            form, dims = self.space.form, self.space.dims
+            self._buffers[which] = np.empty((largest, form.width(dims)), dtype=form.dtype)
             self._buffers[which].fill(0)  # in memory from the start: what fits the first window fits all
         return self._buffers[which][:rows]
 

@@ -3,7 +3,9 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import NumberFormat, Stored, check_rows, joint_error, number_format
 from teacher_cache.storage.column import Column
-from teacher_cache.storage.index import Change, Index, ShardRecord, quarantine_key, shard_key
+from teacher_cache.storage.index import Change, Index, quarantine_key
 from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.token_columns import TokenColumns, TokenRecord
 
 SPACES = "spaces"
 VECTORS = "vectors.zarr"
@@ -31,6 +34,7 @@ class SpaceRecord:
     Attributes:
         array: folder of the vectors inside the space's; another one after a conversion of the number format.
         tokens, seconds: what encoding has cost so far, for foretelling the rest.
+        columns: what is kept token by token; None where that is nothing.
     """
 
     space: EmbeddingSpace
@@ -38,15 +42,20 @@ class SpaceRecord:
     tokens: int = 0
     seconds: float = 0.0
     array: str = VECTORS
+    columns: TokenRecord | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the space's folder in the index."""
+        return f"{SPACES}/{self.space.slug}"
 
     @property
     def array_name(self) -> str:
         """Of the vectors in the index."""
-        name = f"{SPACES}/{self.space.slug}"
-        return name if self.array == VECTORS else f"{name}/{self.array}"
+        return self.name if self.array == VECTORS else f"{self.name}/{self.array}"
 
     def to_json(self) -> bytes:
-        record = {
+        record: dict[str, Any] = {
             "space": self.space.to_json(),
             "fingerprint": self.space.fingerprint,
             "storage": self.storage,
@@ -54,6 +63,8 @@ class SpaceRecord:
             "tokens": self.tokens,
             "seconds": self.seconds,
         }
+        if self.columns is not None:
+            record["columns"] = self.columns.to_json()
         return json.dumps(record, indent=2, ensure_ascii=False).encode()
 
     @classmethod
@@ -63,7 +74,8 @@ class SpaceRecord:
         array = record.get("array", VECTORS)
         if not _ARRAY.fullmatch(array):
             raise DamagedCache(f"space {space.slug} names its vectors {array!r}, which may lie outside of its folder")
-        return cls(space, record["storage"], record["tokens"], record["seconds"], array)
+        columns = TokenRecord.from_json(record["columns"]) if record.get("columns") else None
+        return cls(space, record["storage"], record["tokens"], record["seconds"], array, columns)
 
 
 def create_vectors(folder: Path, form: NumberFormat, dims: int, shard_rows: int) -> ShardedArray:
@@ -85,16 +97,27 @@ class SpaceView:
     def __init__(self, cache: Path, index: Index, record: SpaceRecord) -> None:
         self.index = index
         self.record = record
+        self.folder = cache / SPACES / record.space.slug
         self.space = record.space
         self.slug = record.space.slug
         self.array_name = record.array_name
         self.form: NumberFormat = number_format(record.storage)
-        self.column = Column(index, self.array_name, cache / SPACES / self.slug / record.array)
+        self.column = Column(index, self.array_name, self.folder / record.array)
         self.vectors = self.column.array
 
     @property
     def dims(self) -> int:
         return self.space.dims
+
+    @cached_property
+    def tokens(self) -> TokenColumns | None:
+        """What the teacher said token by token; None where that was never asked for.
+
+        Raises:
+            DamagedCache: it was, and the metadata of an array are gone.
+        """
+        columns = self.record.columns
+        return None if columns is None else TokenColumns(self.folder, self.record.name, self.index, columns)
 
     def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """`(n,)`: which rows have a vector."""
@@ -170,6 +193,7 @@ class SpaceView:
         tokens: int = 0,
         seconds: float = 0.0,
         error: float = 0.0,
+        also: Sequence[Change] = (),
     ) -> tuple[int, dict[int, str]]:
         """Store the vectors of some rows of one shard, durable and published when this returns.
 
@@ -179,6 +203,7 @@ class SpaceView:
         Args:
             tokens, seconds: what these vectors have cost, for `tcache plan`.
             error: largest 1 - cos of one of them against what the teacher said; vectors out of a cache have some.
+            also: what becomes true in the same moment, such as what `TokenColumns.write` gave.
 
         Returns:
             How many were stored, and row -> reason for the others.
@@ -200,32 +225,20 @@ class SpaceView:
         ]
         if len(stored):
             worst = joint_error(error, float(checked.cosine_error[good].max()))
-            changes.append(self._write_shard(number, stored, checked.stored[good], worst))
+            changes.append(self.column.write(number, stored, checked.stored[good], worst))
         published = self.index.record("spaces", self.slug)
-        if published is None or tokens or seconds:
-            now = self.record if published is None else SpaceRecord.from_json(published)
-            now = replace(now, tokens=now.tokens + tokens, seconds=now.seconds + seconds)
+        before = self.record if published is None else SpaceRecord.from_json(published)
+        now = replace(
+            before,
+            tokens=before.tokens + tokens,
+            seconds=before.seconds + seconds,
+            # A view that was opened before the columns were made knows of none.
+            columns=max(before.columns, self.record.columns, key=lambda known: len(known.arrays) if known else 0),
+        )
+        if published is None or now != before:
             changes.append(Change("spaces", self.slug.encode(), now.to_json()))
-        self.index.commit(changes)
+        self.index.commit([*changes, *also])
         return len(stored), refused
-
-    def _write_shard(self, number: int, rows: npt.NDArray[np.int64], stored: Stored, worst: float) -> Change:
-        """Write a shard anew with more rows; the change that publishes it."""
-        shard_rows = self.vectors.shard_rows
-        before = self.index.shard(self.array_name, number)
-        body = self.vectors.empty(shard_rows)
-        present = np.zeros(shard_rows, dtype=bool)
-        if before is not None:
-            present |= before.present
-            body[present] = self.vectors.read_checked(number, before.present, before.digest)
-            worst = max(worst, before.worst_error)
-        within = rows - number * shard_rows
-        body[within] = stored
-        present[within] = True
-        receipt = self.vectors.write_shard(number, body, present)
-        self.vectors.grow(self.index.rows())  # the whole table at once: its metadata are written once a build
-        record = ShardRecord(receipt.digest, worst, receipt.size, present)
-        return Change("shards", shard_key(self.array_name, number), record.pack())
 
 
 def _array_of(out: Any) -> npt.NDArray[Any]:

@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -84,31 +85,43 @@ class RayWorkers(Workers):
         self.actors = actors
 
     def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
-        if not os.environ.get("RAY_ADDRESS"):
-            # Ray reads this when it is imported, and only then takes 127.0.0.1 as its node's address, without
-            # which its servers listen on every interface.
-            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        try:
-            import ray
-        except ImportError:
-            raise MissingDependency(
-                "ray is not installed; `pip install 'teacher-cache[ray]'`, or use --workers local"
-            ) from None
-        started = not ray.is_initialized()
-        if started:
-            _start_ray(ray)
-        try:
+        with ray_session() as ray:
             crew = _Crew(ray, spec, self.actors)
             try:
                 yield from crew.run(batches)
             finally:
                 crew.dismiss()
-        finally:
-            if started:
-                ray.shutdown()
 
 
-def _shares(nodes: list[dict[str, float]], wanted: int | None) -> tuple[int, dict[str, float]]:
+@contextmanager
+def ray_session() -> Iterator[Any]:
+    """The Ray library, initialised; what is started here is ended with the block.
+
+    Raises:
+        MissingDependency: Ray is not installed.
+        WorkerError: it cannot be started, or the cluster cannot be reached.
+    """
+    if not os.environ.get("RAY_ADDRESS"):
+        # Ray reads this when it is imported, and only then takes 127.0.0.1 as its node's address, without which
+        # its servers listen on every interface.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependency(
+            "ray is not installed; `pip install 'teacher-cache[ray]'`, or use --workers local"
+        ) from None
+    started = not ray.is_initialized()
+    if started:
+        _start_ray(ray)
+    try:
+        yield ray
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def shares(nodes: list[dict[str, float]], wanted: int | None) -> tuple[int, dict[str, float]]:
     """How many actors, and what each asks for, so that all of them find room at once.
 
     A request that no single node can grant would wait for ever, so it is sized by the smallest node.
@@ -143,7 +156,7 @@ class _Crew:
 
     def __init__(self, ray: Any, spec: TeacherSpec, count: int | None) -> None:
         self.ray = ray
-        count, options = _shares([node["Resources"] for node in ray.nodes() if node["Alive"]], count)
+        count, options = shares([node["Resources"] for node in ray.nodes() if node["Alive"]], count)
         environment = {"TOKENIZERS_PARALLELISM": "false"}
         actor = ray.remote(EncodeWorker).options(runtime_env={"env_vars": environment}, **options)
         self.hire = lambda: actor.remote(spec)

@@ -26,8 +26,18 @@ def train(
     weight_decay: float,
     floor: float,
     rho: float | None,
+    adaptive: bool = True,
+    every: int = 1,
+    climb: Callable[[StudentOutput, TeacherTargets], torch.Tensor] | None = None,
+    climb_views: int | None = None,
 ) -> list[dict[str, float]]:
-    """Train in place and return each step's terms. `rho`: with ASAM under T = |w|, one ascent a micro-batch."""
+    """Train in place and return each step's terms.
+
+    Args:
+        rho: of SAM, or with `adaptive` of ASAM under T = |w|; one ascent a micro-batch, in every `every`-th step.
+        climb: what the ascent climbs in place of the loss.
+        climb_views: views that the first pass encodes for it; the terms are then the second pass's.
+    """
     heads = list(objective.parameters())
     groups = [{"params": list(student.parameters()), "lr": learning_rate}]
     groups += [{"params": heads, "lr": head_learning_rate}] if heads else []
@@ -35,11 +45,11 @@ def train(
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay)
     weights = [*student.parameters(), *heads]
 
-    def terms(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        states = student(batch["input_ids"], batch["attention_mask"])  # all views in one forward
-        output = StudentOutput(states, views=len(batch["input_ids"]) // len(batch["vectors"]))
-        found: dict[str, torch.Tensor] = objective(output, TeacherTargets(batch["vectors"], batch["text_ids"]))
-        return found
+    def said(batch: dict[str, torch.Tensor], views: int | None = None) -> tuple[StudentOutput, TeacherTargets]:
+        rows = None if views is None else views * len(batch["vectors"])
+        ids, mask = batch["input_ids"][:rows], batch["attention_mask"][:rows]
+        output = StudentOutput(student(ids, mask), views=len(ids) // len(batch["vectors"]))  # one forward for all
+        return output, TeacherTargets(batch["vectors"], batch["text_ids"], batch.get("domains"))
 
     student.train()
     log: list[dict[str, float]] = []
@@ -58,19 +68,25 @@ def train(
                 group["lr"] = rate * (done / warmup if done < warmup else cosine)
             means: dict[str, float] = {}
             for batch in now:
-                found = terms(batch)
-                loss = sum(found.values(), start=torch.zeros(()))
-                for name, term in found.items():
-                    means[name] = means.get(name, 0.0) + term.item() / len(now)
+                ascends = rho is not None and done % every == 0
+                output, targets = said(batch, climb_views if ascends else None)
+                logged = objective(output, targets)
+                loss = sum(logged.values(), start=torch.zeros(()))
                 originals = [weight.detach().clone() for weight in weights]
-                if rho is not None:
-                    gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-                    scaled = [w.abs() * (0 if g is None else g) for w, g in zip(originals, gradients, strict=True)]
+                if rho is not None and ascends:
+                    climbed = loss if climb is None else climb(output, targets)
+                    gradients = torch.autograd.grad(climbed, weights, allow_unused=True)
+                    t = [w.abs() if adaptive else torch.ones_like(w) for w in originals]
+                    scaled = [s * (0 if g is None else g) for s, g in zip(t, gradients, strict=True)]
                     norm = torch.cat([s.flatten() for s in scaled]).norm()
-                    with torch.no_grad():  # eps = rho * T^2 g / ||T g||, T = |w|
-                        for weight, w, s in zip(weights, originals, scaled, strict=True):
-                            weight += rho * w.abs() * s / (norm + 1e-12)
-                    loss = sum(terms(batch).values(), start=torch.zeros(()))
+                    with torch.no_grad():  # eps = rho * T^2 g / ||T g||
+                        for weight, scale, s in zip(weights, t, scaled, strict=True):
+                            weight += rho * scale * s / (norm + 1e-12)
+                    found = objective(*said(batch))
+                    loss = sum(found.values(), start=torch.zeros(()))
+                    logged = logged if climb_views is None else found
+                for name, term in logged.items():
+                    means[name] = means.get(name, 0.0) + term.item() / len(now)
                 (loss / len(now)).backward()
                 with torch.no_grad():
                     for weight, w in zip(weights, originals, strict=True):

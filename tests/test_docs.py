@@ -18,6 +18,7 @@ import yaml
 from cli.distill import main as distill
 from cli.tcache import main as tcache
 from distill.config import RunConfig
+from distill.objectives import OBJECTIVES
 from teacher_cache.space import LABELS, EmbeddingSpace
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import DATABASES
@@ -197,6 +198,7 @@ def test_no_page_types_an_option_that_does_not_exist(page: Path) -> None:
         ("tcache-doctor", "teacher_cache.doctor:Finding"),
         ("distill-run", "distill.run:RunResult"),
         ("distill-demo", "distill.demo:DemoResult"),
+        ("tcache-align", "teacher_cache.align:AlignReport"),
     ],
 )
 def test_the_names_of_a_command_s_json_are_told(command: str, report: str) -> None:
@@ -214,8 +216,8 @@ def test_settings_and_their_defaults_are_those_of_the_dataclasses() -> None:
     assert told == dict(flat(asdict(RunConfig())))
 
 
-@pytest.mark.parametrize(("anchor", "objective"), [("talas", "talas"), ("simcse", "simcse")])
-def test_options_of_an_objective_and_their_defaults_are_those_of_its_class(anchor: str, objective: str) -> None:
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
+def test_options_of_an_objective_and_their_defaults_are_those_of_its_class(objective: str) -> None:
     from distill.objectives import load_objective
 
     signature = inspect.signature(load_objective(objective).__init__)
@@ -224,26 +226,28 @@ def test_options_of_an_objective_and_their_defaults_are_those_of_its_class(ancho
         for name, option in signature.parameters.items()
         if option.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    section = sections(DOCS / "training.md")[anchor]
-    assert {key: yaml.safe_load(cells[0]) for key, cells in table(section).items()} == expected
+    options = sections(DOCS / "methods.md")[objective].partition("| option")[2].partition("\n\n")[0]
+    assert {key: yaml.safe_load(cells[0]) for key, cells in table("| option" + options).items()} == expected
 
 
-def test_every_objective_has_a_section() -> None:
-    from distill.objectives import OBJECTIVES
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
+def test_every_preset_of_an_objective_is_told(objective: str) -> None:
+    from distill.objectives import load_objective
 
-    assert set(OBJECTIVES) <= set(sections(DOCS / "training.md"))
+    section = sections(DOCS / "methods.md")[objective]
+    assert all(f"`{preset}`" in section for preset in load_objective(objective).presets)
 
 
-def test_sharpness_presets_are_those_of_the_table() -> None:
+def test_sharpness_methods_and_their_options_are_those_of_the_table() -> None:
     from distill.sharpness import PRESETS
 
     page = sections(DOCS / "training.md")["sharpness"].partition("What is known of it")[0]
-    told = {name: cells[1:] for name, cells in table(page).items()}
-    assert told.pop("none") == ["", ""]
+    told = {name: cells[-1] for name, cells in table(page).items()}
+    assert told.pop("none") == ""
     assert {
-        name: {key: float(value) for key, value in zip(("rho", "eta"), cells, strict=True) if value}
-        for name, cells in told.items()
-    } == {name: {key: value for key, value in preset.items() if key != "scaling"} for name, preset in PRESETS.items()}
+        name: {key: yaml.safe_load(value) for key, value in re.findall(r"`(\w+)=([^`]+)`", f"`{options}`")}
+        for name, options in told.items()
+    } == {name: dict(preset.options) for name, preset in PRESETS.items()}
 
 
 def test_fields_of_a_space_are_told_with_their_part_in_the_fingerprint() -> None:
@@ -291,3 +295,13 @@ def test_examples_marked_run_do_run(page: Path, tmp_path: Path) -> None:
             [sys.executable, "-c", body], cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{body}\n{done.stderr}"
+
+
+def test_keys_of_a_sweep_and_their_defaults_are_those_of_its_class() -> None:
+    from distill.sweep import SweepConfig
+
+    section = sections(DOCS / "training.md")["sweeps"]
+    told = {key: yaml.safe_load(cells[0]) for key, cells in table(section).items()}
+    empty = SweepConfig()
+    expected = {field.name: getattr(empty, field.name) for field in fields(SweepConfig)}
+    assert told == {key: list(value) if isinstance(value, tuple) else value for key, value in expected.items()}

@@ -1,21 +1,21 @@
-"""Records of a cached corpus as training batches: texts to tokens, vectors to floats.
+"""Records of a cached corpus, by number or in the order of shuffled epochs.
 
-No teacher, no corpus file: rows come from the manifest, texts and vectors from the cache.
+No teacher, no corpus file: rows come from the manifest, texts and what the teacher said of them from the cache.
 """
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from distill.errors import ConfigError, RunFolderError
 from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, MissingRows
+from teacher_cache.joint import JointSpace
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.stream import Batch, WindowedReader
@@ -37,9 +37,10 @@ class CachedDataset(Dataset[Batch]):
     Args:
         left_out: rows that must not be trained on, wherever they stand in the corpus; they need no vector.
         pairs: give the second text of each record too.
+        tokens: "states" gives token states too, "attention" the attention maps as well.
 
     Raises:
-        MissingRows: a text of the corpus has no vector in the space.
+        MissingRows: a text of the corpus has no vector in the space, or no tokens where they are asked for.
         ConfigError: `pairs` of a corpus without a second column, or no record that is not left out.
         DamagedCache: a text and its key do not belong together.
     """
@@ -47,23 +48,22 @@ class CachedDataset(Dataset[Batch]):
     def __init__(
         self,
         cache: TeacherCache,
-        space: SpaceView,
+        space: SpaceView | JointSpace,
         manifest: Manifest,
         *,
         left_out: npt.NDArray[np.int64] | None = None,
         pairs: bool = False,
+        tokens: str | None = None,
     ) -> None:
-        if pairs and len(manifest.record.columns) < 2:
-            raise ConfigError(
-                f"views=pair needs two texts a record, but corpus {manifest.record.name!r} has only the "
-                f"column {manifest.record.columns[0]!r}; build it with --text-key FIRST,SECOND"
-            )
+        if pairs:
+            require_pairs(manifest)
         self.cache_path = cache.path
-        self.space_slug = space.slug
+        self.space_slugs = [one.slug for one in space.spaces] if isinstance(space, JointSpace) else [space.slug]
         self.corpus_name = manifest.record.name
         self.fingerprint = manifest.record.fingerprint
         self.pairs = pairs
-        self._open: tuple[TeacherCache, SpaceView, Manifest] | None = (cache, space, manifest)
+        self.tokens = tokens
+        self._open: tuple[TeacherCache, SpaceView | JointSpace, Manifest] | None = (cache, space, manifest)
         self._process = os.getpid()
         rows = manifest.distinct_rows(cache.rows)
         excluded = np.zeros(0, dtype=np.int64)
@@ -71,6 +71,8 @@ class CachedDataset(Dataset[Batch]):
             rows = np.setdiff1d(rows, left_out, assume_unique=True)
             excluded = _records_with(left_out, manifest, cache.rows)
         _refuse_missing(cache, space, self.corpus_name, rows)
+        if tokens is not None:
+            _refuse_without_tokens(space, self.corpus_name, rows, attention=tokens == "attention")
         _probe(cache, rows)
         # Number of trained-on records before each one left out: record i is found by one binary search.
         self._before_excluded = excluded - np.arange(len(excluded))
@@ -84,7 +86,7 @@ class CachedDataset(Dataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": None}
 
-    def handles(self) -> tuple[TeacherCache, SpaceView, Manifest]:
+    def handles(self) -> tuple[TeacherCache, SpaceView | JointSpace, Manifest]:
         """Cache, space and corpus as this process has opened them."""
         if self._open is None or self._process != os.getpid():  # a thread may have held a lock across the fork
             cache = TeacherCache.open(self.cache_path)
@@ -93,7 +95,8 @@ class CachedDataset(Dataset[Batch]):
                 raise RunFolderError(
                     f"corpus {self.corpus_name!r} of {self.cache_path} was built anew while it was being read"
                 )
-            self._open = (cache, cache.space(self.space_slug), manifest)
+            spaces = [cache.space(slug) for slug in self.space_slugs]
+            self._open = (cache, spaces[0] if len(spaces) == 1 else JointSpace(spaces), manifest)
             self._process = os.getpid()
         return self._open
 
@@ -106,15 +109,22 @@ class CachedDataset(Dataset[Batch]):
     def __getitems__(self, records: Sequence[int]) -> Batch:
         """The records of those numbers, in that order; DataLoader hands whole batches in here."""
         cache, space, _ = self.handles()
-        rows = self.rows_of(np.asarray(records, dtype=np.int64))
+        numbers = np.asarray(records, dtype=np.int64)
+        rows = self.rows_of(numbers)
         first = np.ascontiguousarray(rows[:, 0])
         wanted = np.concatenate([first, rows[:, 1]]) if self.pairs else first
-        return Batch(cache.texts(wanted), first, space.gather(first))
+        tokens = None
+        if self.tokens is not None and space.tokens is not None:
+            tokens = space.tokens.gather_stored(first, attention=self.tokens == "attention")
+        return Batch(cache.texts(wanted), first, space.gather(first), self.places_of(numbers), tokens)
 
     def rows_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """`(n, k)` rows of the texts of records by their number."""
-        places = records + np.searchsorted(self._before_excluded, records, side="right")
-        return self.handles()[2].rows_of(places)
+        return self.handles()[2].rows_of(self.places_of(records))
+
+    def places_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`(n,)` numbers in the whole corpus of records by their number here, where some are left out."""
+        return records + np.searchsorted(self._before_excluded, records, side="right")
 
 
 class ShuffledDataset(Dataset[Batch]):
@@ -154,15 +164,30 @@ class ShuffledDataset(Dataset[Batch]):
                 self.dataset.rows_of,
                 texts=2 if self.dataset.pairs else 1,
                 grouped=GROUPED_BATCHES if self.by_length else 0,
+                tokens=self.dataset.tokens,
             )
         epoch = positions[0] // len(self.order)
-        return self._reader.read(epoch, np.asarray(positions, dtype=np.int64) - epoch * len(self.order))
+        batch = self._reader.read(epoch, np.asarray(positions, dtype=np.int64) - epoch * len(self.order))
+        return replace(batch, records=self.dataset.places_of(batch.records))
 
     def close(self) -> None:
         """Stop reading ahead."""
         if self._reader is not None and self._process == os.getpid():
             self._reader.close()
         self._reader = None
+
+
+def require_pairs(manifest: Manifest) -> None:
+    """Refuse a corpus whose records have one text.
+
+    Raises:
+        ConfigError: naming its column.
+    """
+    if len(manifest.record.columns) < 2:
+        raise ConfigError(
+            f"views=pair needs two texts a record, but corpus {manifest.record.name!r} has only the "
+            f"column {manifest.record.columns[0]!r}; build it with --text-key FIRST,SECOND"
+        )
 
 
 def _records_with(texts: npt.NDArray[np.int64], manifest: Manifest, table_rows: int) -> npt.NDArray[np.int64]:
@@ -176,7 +201,9 @@ def _records_with(texts: npt.NDArray[np.int64], manifest: Manifest, table_rows: 
     return np.concatenate(found)
 
 
-def _refuse_missing(cache: TeacherCache, space: SpaceView, corpus: str, rows: npt.NDArray[np.int64]) -> None:
+def _refuse_missing(
+    cache: TeacherCache, space: SpaceView | JointSpace, corpus: str, rows: npt.NDArray[np.int64]
+) -> None:
     absent = rows[~space.present(rows)]
     if not len(absent):
         return
@@ -195,6 +222,32 @@ def _refuse_missing(cache: TeacherCache, space: SpaceView, corpus: str, rows: np
     )
 
 
+def _refuse_without_tokens(
+    space: SpaceView | JointSpace, corpus: str, rows: npt.NDArray[np.int64], *, attention: bool
+) -> None:
+    columns = "vectors,tokens,attention" if attention else "vectors,tokens"
+    if space.tokens is None:
+        raise MissingRows(
+            f"space {space.slug} keeps no tokens; `tcache build --columns {columns}` with this corpus and teacher adds "
+            "them"
+        )
+    absent = rows[~space.tokens.present(rows, attention)]
+    if not len(absent):
+        return
+    refused = space.tokens.quarantined()
+    quarantined = [row for row in absent.tolist() if row in refused]
+    if len(quarantined) == len(absent):
+        raise MissingRows(
+            f"{len(absent)} texts of corpus {corpus!r} have no tokens in {space.slug}: they are quarantined, the first "
+            f"because {refused[quarantined[0]]}; set data.skip_quarantined=true to train without them"
+        )
+    raise MissingRows(
+        f"{len(absent)} of {len(rows)} texts of corpus {corpus!r} have no {'attention' if attention else 'tokens'} in "
+        f"{space.slug} ({len(quarantined)} of them quarantined); run `tcache build --columns {columns}` with this "
+        "corpus and teacher to fill them"
+    )
+
+
 def _probe(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> None:
     """Compare some rows' texts with their keys: a mixed-up cache is noticed before training, not after."""
     places = np.unique(np.linspace(0, len(rows) - 1, min(PROBED_ROWS, len(rows))).astype(np.int64))
@@ -203,33 +256,3 @@ def _probe(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> None:
     stored = [key.tobytes() for key in cache.texts_table.read_keys(chosen)]
     if stored != text_keys(texts) or not np.array_equal(cache.lookup(texts), chosen):
         raise DamagedCache(f"texts of {cache.path} do not match their keys; run `tcache verify --deep`")
-
-
-class Collator:
-    """Records to the tensors a step takes.
-
-    The batch holds `input_ids` and `attention_mask` of V * B encodings (view by view), `vectors` `(B, d_T)`
-    and `text_ids` `(B,)`.
-
-    Args:
-        tokenizer: the student's.
-        prompt: put in front of every text.
-        repeat: encode each text this many times (views under different dropout masks).
-    """
-
-    def __init__(self, tokenizer: Any, max_length: int, *, prompt: str = "", repeat: int = 1) -> None:
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.prompt = prompt
-        self.repeat = repeat
-
-    def __call__(self, records: Batch) -> dict[str, Tensor]:
-        texts = [self.prompt + text for text in records.texts] if self.prompt else records.texts
-        tokens = self.tokenizer(texts, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt")
-        ids, mask = tokens["input_ids"], tokens["attention_mask"]
-        return {
-            "input_ids": ids.repeat(self.repeat, 1),
-            "attention_mask": mask.repeat(self.repeat, 1),
-            "vectors": torch.from_numpy(records.vectors),
-            "text_ids": torch.from_numpy(records.rows),
-        }

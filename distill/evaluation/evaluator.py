@@ -86,14 +86,7 @@ def evaluate_model(
     from teacher_cache.teachers import load_teacher, resolve, settle_dtype
 
     evaluator = Evaluator(nine_tasks(data, names))
-    final = Path(options.model) / "final"
-    spec = resolve(
-        replace(
-            options,
-            model=str(final) if final.is_dir() else options.model,
-            normalize=options.normalize if options.normalize is not None else False,
-        )
-    )
+    spec = resolve(replace(options, normalize=options.normalize if options.normalize is not None else False))
     if spec.space.dtype == "auto":
         spec = settle_dtype(spec)
     announce(spec.space.describe())

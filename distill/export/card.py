@@ -48,7 +48,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         f"| Prompt | {student['prompt']!r} |" if student["prompt"] else "| Prompt | none |",
         f"| Corpus | {corpus['name']}: {corpus['records']:,} records, {corpus['distinct']:,} distinct texts, "
         f"digest `{corpus['fingerprint']}` |",
-        f"| Method | {record['objective']['name']}, sharpness {record['sharpness']['name']} |",
+        f"| Method | {_method(record)} |",
         f"| Training | {record['steps']:,} steps of {record['training']['per_device_train_batch_size']} "
         f"records, learning rate {record['training']['learning_rate']:g}, {record['precision']}, seed "
         f"{record['training']['seed']} |",
@@ -74,6 +74,14 @@ def model_card(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     lines += [f"Made with {versions}.", ""]
     return "\n".join(lines)
+
+
+def _method(record: Mapping[str, Any]) -> str:
+    """Objective with what was chosen of it, and sharpness."""
+    objective, sharpness = record["objective"], record["sharpness"]
+    preset = f", preset {objective['preset']}" if objective.get("preset") else ""
+    options = "".join(f", {name} {value}" for name, value in (objective.get("options") or {}).items())
+    return f"{objective['name']}{preset}{options}; sharpness {sharpness['name']}"
 
 
 def _row(what: str, values: list[float]) -> str:

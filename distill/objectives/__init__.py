@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from distill.objectives.base import Objective
 
 OBJECTIVES: dict[str, str] = {
+    "cdm": "distill.objectives.cdm:CDM",
+    "distillcse": "distill.objectives.distillcse:DistillCSE",
+    "dskd": "distill.objectives.dskd:DSKD",
+    "emo": "distill.objectives.emo:EMO",
+    "jasper": "distill.objectives.jasper:Jasper",
+    "leaf": "distill.objectives.leaf:Leaf",
+    "rkd": "distill.objectives.rkd:RKD",
     "simcse": "distill.objectives.simcse:SimCSE",
     "talas": "distill.objectives.talas:Talas",
 }

@@ -56,6 +56,7 @@ class TeacherShape:
 
     Attributes:
         dim: width d_T of a sentence vector; the sum of the widths where several spaces are asked for.
+        normalized: sentence vectors have unit length; None where it is not known.
         token_dim: width d_H of a token's last hidden state. It, `layers`, `heads` and `causal` are None where
             only sentence vectors are known.
         layers: number L_T of transformer blocks.
@@ -64,6 +65,7 @@ class TeacherShape:
     """
 
     dim: int
+    normalized: bool | None = None
     token_dim: int | None = None
     layers: int | None = None
     heads: int | None = None
@@ -196,12 +198,16 @@ class Objective(nn.Module):
     presets: ClassVar[dict[str, dict[str, object]]] = {}
     # Where view 2 comes from: "dropout" encodes the same text again, "pair" the second text of a record.
     views: str = "dropout"
+    # Names of all terms that it may have; empty where nobody has listed them.
+    terms: tuple[str, ...] = ()
     # Terms that compare two views; the others are the same without the second one.
     second_view_terms: frozenset[str] = frozenset()
     # Whether the student's own vectors are trained to be the teacher's, without a projection in between.
     in_teacher_space: bool = False
-    # Whether some epochs leave parameters without a gradient.
-    staged: bool = False
+    # Epochs in which the objective's own projections learn alone, before the student does.
+    student_from: float = 0.0
+    # Whether it leaves some of the student's parameters without a gradient, always.
+    reaches_part: bool = False
 
     @abstractmethod
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ class SimCSE(Objective):
     """
 
     needs = Needs(views=2)
+    terms = ("simcse",)
     second_view_terms = frozenset({"simcse"})
     presets: ClassVar[dict[str, dict[str, object]]] = {
         "paper": {},

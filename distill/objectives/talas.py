@@ -46,6 +46,7 @@ class Talas(Objective):
     """
 
     needs = Needs(views=2)
+    terms = ("tamd", "lasd", "simcse")
     second_view_terms = frozenset({"simcse"})
     presets: ClassVar[dict[str, dict[str, object]]] = {
         "paper": {},

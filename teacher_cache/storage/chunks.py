@@ -19,6 +19,9 @@ from numcodecs import blosc
 Rows = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
+# zarr's name for byte strings of any length.
+BLOBS = "variable_length_bytes"
+
 
 class ChunkCodec(ABC):
     """Rows of one inner chunk to bytes and back, as zarr's codec chain has it."""
@@ -40,7 +43,7 @@ class ChunkCodec(ABC):
 
     @abstractmethod
     def blank(self, rows: int) -> Rows:
-        """`rows` rows that hold nothing: NaN, 0 or ""."""
+        """`rows` rows that hold nothing: NaN, 0, "" or b""."""
 
 
 class NumberCodec(ChunkCodec):
@@ -105,6 +108,47 @@ class TextCodec(ChunkCodec):
         return np.full(rows, "", dtype=object)
 
 
+class BytesCodec(ChunkCodec):
+    """Byte strings of any length as zarr's `vlen-bytes`, as they are or through blosc, and a checksum.
+
+    Args:
+        itemsize: bytes of the numbers that they hold, by which blosc shuffles bits.
+    """
+
+    dtype = np.dtype(object)
+
+    def __init__(self, compressor: numcodecs.Blosc | None, itemsize: int) -> None:
+        self.compressor = compressor
+        self.itemsize = itemsize
+        self.blobs = numcodecs.VLenBytes()
+
+    def encode(self, rows: Rows) -> bytes:
+        data = self.blobs.encode(rows)
+        if self.compressor is None:
+            return sealed(data)
+        # Blosc takes the size of a number from the buffer.
+        numbers = np.frombuffer(data, dtype=f"V{1 if len(data) % self.itemsize else self.itemsize}")
+        return sealed(self.compressor.encode(numbers))
+
+    def decode(self, data: Bytes, out: Rows) -> None:
+        body = unsealed(data)
+        rows = self.blobs.decode(body if self.compressor is None else blosc.decompress(body))
+        if len(rows) != len(out):
+            raise ValueError(f"{len(rows)} rows instead of {len(out)}")
+        out[...] = rows
+
+    def digest(self, rows: Rows) -> bytes:
+        # Of the same bytes as one `vlen-bytes` chunk, which would be a copy of a whole shard.
+        made = blake2b(struct.pack("<I", len(rows)), digest_size=16)
+        for row in rows:
+            made.update(struct.pack("<I", len(row)))
+            made.update(row)
+        return made.digest()
+
+    def blank(self, rows: int) -> Rows:
+        return np.full(rows, b"", dtype=object)
+
+
 def crc32c(data: Bytes | bytes) -> bytes:
     """Four bytes, as zarr stores them."""
     return struct.pack("<I", google_crc32c.value(data))
@@ -128,7 +172,7 @@ def unsealed(data: Bytes) -> Bytes:
     return body
 
 
-def codec_from(metadata: dict[str, Any], chain: list[dict[str, Any]]) -> NumberCodec | TextCodec:
+def codec_from(metadata: dict[str, Any], chain: list[dict[str, Any]]) -> NumberCodec | TextCodec | BytesCodec:
     """The chunk codec that zarr's metadata describes.
 
     Raises:
@@ -137,13 +181,20 @@ def codec_from(metadata: dict[str, Any], chain: list[dict[str, Any]]) -> NumberC
     names = [step["name"] for step in chain]
     if metadata["data_type"] == "string" and names == ["vlen-utf8", "zstd", "crc32c"]:
         return TextCodec(chain[1]["configuration"]["level"])
+    if metadata["data_type"] == BLOBS and names in (["vlen-bytes", "crc32c"], ["vlen-bytes", "blosc", "crc32c"]):
+        return BytesCodec(*_blosc(chain[1]["configuration"])) if len(names) == 3 else BytesCodec(None, 1)
     width = int(metadata["shape"][1])
     dtype = np.dtype(metadata["data_type"]).newbyteorder("<").str
     if names in (["bytes"], ["bytes", "crc32c"]):
         return NumberCodec(dtype, width, None, checksum=len(names) == 2)
     if names == ["bytes", "blosc", "crc32c"]:
-        options = chain[1]["configuration"]
-        shuffle = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}[options["shuffle"]]
-        compressor = numcodecs.Blosc(options["cname"], options["clevel"], shuffle, options["blocksize"])
-        return NumberCodec(dtype, width, compressor, checksum=True)
+        return NumberCodec(dtype, width, _blosc(chain[1]["configuration"])[0], checksum=True)
     raise ValueError(f"codecs {names}")
+
+
+def _blosc(options: dict[str, Any]) -> tuple[numcodecs.Blosc, int]:
+    """The compressor and the size of the numbers that it shuffles."""
+    shuffle = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}[options["shuffle"]]
+    return numcodecs.Blosc(options["cname"], options["clevel"], shuffle, options["blocksize"]), options.get(
+        "typesize", 1
+    )

@@ -86,6 +86,11 @@ class BlockFormat(NumberFormat):
     def restore(self, stored: Stored, out: npt.NDArray[np.floating]) -> None:
         dims = out.shape[1]
         scales = np.ascontiguousarray(stored[:, dims:]).view("<f2")
+        if dims % self.BLOCK == 0 and out.flags.c_contiguous:  # without a scale for every number in between
+            blocks = (len(stored), dims // self.BLOCK, self.BLOCK)
+            factors = scales.astype(np.float32)[:, :, None]
+            np.multiply(stored[:, :dims].reshape(blocks), factors, out=out.reshape(blocks), casting="same_kind")
+            return
         np.multiply(stored[:, :dims], self._spread(scales, dims), out=out, casting="same_kind")
 
     def _spread(self, scales: npt.NDArray[np.generic], dims: int) -> npt.NDArray[np.float32]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import MissingRows
 from teacher_cache.storage.chunks import Rows
-from teacher_cache.storage.index import Index, ShardRecord
+from teacher_cache.storage.index import Change, Index, ShardRecord, shard_key
 from teacher_cache.storage.shards import ShardedArray
 
 
@@ -101,3 +101,29 @@ class Column:
             missing = rows[~present]
             raise MissingRows(f"{self.name} lacks {len(missing)} of {len(rows)} rows asked for, first row {missing[0]}")
         return self.array.read(rows, out)
+
+    def write(self, number: int, rows: npt.NDArray[np.int64], stored: Rows, worst: float) -> Change:
+        """Write one shard anew with more rows; durable when this returns, and true once the change is committed.
+
+        Args:
+            rows: of the table, in this shard.
+            stored: the same rows as they are stored.
+            worst: largest 1 - cos of one of them against what the teacher said.
+
+        Raises:
+            DamagedCache: the shard's older rows are not what was written; nothing changes.
+        """
+        before = self.record(number)
+        body = self.array.empty(self.shard_rows)
+        present = np.zeros(self.shard_rows, dtype=bool)
+        if before is not None:
+            present |= before.present
+            body[present] = self.array.read_checked(number, before.present, before.digest)
+            worst = max(worst, before.worst_error)
+        within = rows - number * self.shard_rows
+        body[within] = stored
+        present[within] = True
+        receipt = self.array.write_shard(number, body, present)
+        self.array.grow(self.index.rows())  # the whole table at once: its metadata are written once a build
+        record = ShardRecord(receipt.digest, worst, receipt.size, present)
+        return Change("shards", shard_key(self.name, number), record.pack())

@@ -2,7 +2,9 @@
 
 Training walks over a manifest; it never hashes a text and never opens the corpus file again. The array is a
 plain .npy file that is mapped, not loaded, and named after the corpus's fingerprint: publishing a changed
-corpus of the same name is one index transaction, and whoever reads the old one keeps reading it.
+corpus of the same name is one index transaction, and whoever reads the old one keeps reading it. Where domains are
+kept, a second file of the same kind holds each record's; its name says which ones, so that other domains of the same
+texts are another file.
 """
 
 import json
@@ -10,14 +12,14 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.errors import DamagedCache
+from teacher_cache.errors import CacheError, DamagedCache
 from teacher_cache.storage.files import replacing
 from teacher_cache.storage.positioned import read_all, runs
 
@@ -46,6 +48,10 @@ class CorpusRecord:
         records: M, records in the corpus, duplicates included.
         distinct: distinct texts among them.
         counts: what the reading policies did, by name.
+        domains: names, in order of first appearance; a domain's number is its place. Empty: none were kept.
+        domain_records: records of each domain.
+        domain_key: the key or column they came from.
+        domains_fingerprint: of the records' domains in order.
     """
 
     name: str
@@ -55,6 +61,10 @@ class CorpusRecord:
     distinct: int
     sources: tuple[Source, ...]
     counts: dict[str, int] = field(default_factory=dict)
+    domains: tuple[str, ...] = ()
+    domain_records: tuple[int, ...] = ()
+    domain_key: str | None = None
+    domains_fingerprint: str = ""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -62,7 +72,8 @@ class CorpusRecord:
     @classmethod
     def from_json(cls, data: bytes) -> "CorpusRecord":
         fields: dict[str, Any] = json.loads(data)
-        fields["columns"] = tuple(fields["columns"])
+        for name in ("columns", "domains", "domain_records"):  # records of older versions have no domains
+            fields[name] = tuple(fields.get(name, ()))
         fields["sources"] = tuple(Source(**source) for source in fields["sources"])
         return cls(**fields)
 
@@ -73,54 +84,105 @@ class CorpusRecord:
     def file(self, cache: Path) -> Path:
         return cache / CORPORA / self.name / f"rows-{self.fingerprint[:16]}.npy"
 
+    def domains_file(self, cache: Path) -> Path | None:
+        """None where no domains were kept."""
+        return cache / CORPORA / self.name / f"domains-{self.domains_fingerprint[:16]}.npy" if self.domains else None
 
-class Manifest:
-    """The row numbers of one corpus.
+    def with_domains_of(self, other: "CorpusRecord") -> "CorpusRecord":
+        """The same corpus with another one's domains."""
+        return replace(
+            self,
+            domains=other.domains,
+            domain_records=other.domain_records,
+            domain_key=other.domain_key,
+            domains_fingerprint=other.domains_fingerprint,
+        )
+
+
+class RecordNumbers:
+    """One number or several for each record, from a .npy file.
 
     Attributes:
-        rows: `(M, k)` int64, mapped read-only; k texts a record.
+        values: `(M, ...)`, mapped read-only.
     """
 
-    def __init__(self, record: CorpusRecord, cache: Path) -> None:
-        self.record = record
-        path = record.file(cache)
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: str, what: str, again: str) -> None:
         try:
-            rows = np.load(path, mmap_mode="r", allow_pickle=False)
+            values = np.load(path, mmap_mode="r", allow_pickle=False)
             # Kept open: a writer that replaces the corpus removes the name.
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
         except (OSError, ValueError) as error:
+            raise DamagedCache(f"{what} ({path}) cannot be read: {error}; {again}") from error
+        if values.shape != shape or values.dtype != np.dtype(dtype):
             raise DamagedCache(
-                f"the row list of corpus {record.name!r} ({path}) cannot be read: {error}; build it again"
-            ) from error
-        if rows.shape != (record.records, len(record.columns)) or rows.dtype != np.int64:
-            raise DamagedCache(
-                f"the row list of corpus {record.name!r} ({path}) has shape {rows.shape}, the index says "
-                f"({record.records}, {len(record.columns)}); build it again"
+                f"{what} ({path}) has {values.dtype} of shape {values.shape}, the index says {np.dtype(dtype)} of "
+                f"shape {shape}; {again}"
             )
-        self.rows: npt.NDArray[np.int64] = rows
-        self._offset = rows.offset
+        self.values: npt.NDArray[Any] = values
+        self._offset = values.offset
 
-    def rows_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`(n, k)` rows of records by their number.
+    def of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """`(n, ...)` values of records that there are.
 
         By reads and not through the map, whose pages would count as this process's memory.
         """
-        width = self.rows.shape[1]
-        out = np.empty((len(records), width), dtype=np.int64)
+        out = np.empty((len(records), *self.values.shape[1:]), dtype=self.values.dtype)
         if len(records):
-            if int(records.min()) < 0 or int(records.max()) >= len(self):
-                raise IndexError(
-                    f"corpus {self.record.name!r} has {len(self)} records, counted from 0; asked for "
-                    f"{records.min()} to {records.max()}"
-                )
+            size = self.values.strides[0]
             read_all(
                 [
-                    (self._file, self._offset + 8 * width * int(records[start]), out[start:stop])
+                    (self._file, self._offset + size * int(records[start]), out[start:stop])
                     for start, stop in runs(records)
                 ]
             )
         return out
+
+
+class Manifest:
+    """The row numbers of one corpus, and its records' domains where they were kept.
+
+    Attributes:
+        rows: `(M, k)` int64, mapped read-only; k texts a record.
+        domains: `(M,)` uint16 numbers of domains, mapped read-only; None where none were kept.
+
+    Raises:
+        DamagedCache: one of its files is gone, or is not what the record says.
+    """
+
+    def __init__(self, record: CorpusRecord, cache: Path) -> None:
+        self.record = record
+        shape = (record.records, len(record.columns))
+        what = f"the row list of corpus {record.name!r}"
+        self._rows = RecordNumbers(record.file(cache), shape, "<i8", what, "build it again")
+        self.rows: npt.NDArray[np.int64] = self._rows.values
+        self._domains = domain_numbers(record, cache)
+        self.domains: npt.NDArray[np.uint16] | None = None if self._domains is None else self._domains.values
+
+    def rows_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`(n, k)` rows of records by their number."""
+        return self._rows.of(self._checked(records))
+
+    def domains_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`(n,)` numbers of the domains of records, by their number; their names are the record's `domains`.
+
+        Raises:
+            CacheError: no domains were kept.
+        """
+        if self._domains is None:
+            raise CacheError(
+                f"corpus {self.record.name!r} was built without domains: `tcache build ... --name {self.record.name} "
+                "--domain-key COLUMN` adds them and asks the teacher for nothing that is there"
+            )
+        return self._domains.of(self._checked(records)).astype(np.int64)
+
+    def _checked(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if len(records) and (int(records.min()) < 0 or int(records.max()) >= len(self)):
+            raise IndexError(
+                f"corpus {self.record.name!r} has {len(self)} records, counted from 0; asked for "
+                f"{records.min()} to {records.max()}"
+            )
+        return records
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -134,6 +196,19 @@ class Manifest:
         return np.flatnonzero(self.used_rows(table_rows))
 
 
+def domain_numbers(record: CorpusRecord, cache: Path) -> RecordNumbers | None:
+    """The domains of a corpus's records; None where none were kept.
+
+    Raises:
+        DamagedCache: they are gone, or are not as many as the record says.
+    """
+    path = record.domains_file(cache)
+    if path is None:
+        return None
+    again = f"build it again with `tcache build ... --name {record.name} --domain-key {record.domain_key}`"
+    return RecordNumbers(path, (record.records,), "<u2", f"the domain list of corpus {record.name!r}", again)
+
+
 def used_rows(rows: npt.NDArray[np.int64], table_rows: int) -> npt.NDArray[np.bool_]:
     """`(table_rows,)`: which values a row list `(M, k)` has; read in pieces, as it may be mapped and long."""
     used = np.zeros(table_rows, dtype=bool)
@@ -142,24 +217,25 @@ def used_rows(rows: npt.NDArray[np.int64], table_rows: int) -> npt.NDArray[np.bo
     return used
 
 
-class ManifestWriter:
-    """Collects row numbers in a temporary file: a corpus of any length takes no memory."""
+class NumbersWriter:
+    """Collects numbers of records in a temporary .npy file: a corpus of any length takes no memory."""
 
-    def __init__(self, file: Any, columns: int) -> None:
+    def __init__(self, file: Any, dtype: str, columns: tuple[int, ...]) -> None:
         self._file = file
+        self._dtype = dtype
         self._columns = columns
         self.records = 0
         self._write_header()
 
     def _write_header(self) -> None:
         # numpy pads the header so that a first axis of any length fits in the same bytes.
-        shape = (self.records, self._columns)
-        np.lib.format.write_array_header_1_0(self._file, {"descr": "<i8", "fortran_order": False, "shape": shape})
+        shape = (self.records, *self._columns)
+        np.lib.format.write_array_header_1_0(self._file, {"descr": self._dtype, "fortran_order": False, "shape": shape})
 
-    def append(self, rows: npt.NDArray[np.int64]) -> None:
-        """Add `(n, k)` row numbers."""
-        self._file.write(np.ascontiguousarray(rows, dtype="<i8").tobytes())
-        self.records += len(rows)
+    def append(self, values: npt.NDArray[Any]) -> None:
+        """Add the `(n, ...)` numbers of n records."""
+        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).tobytes())
+        self.records += len(values)
 
     def finish(self) -> None:
         self._file.seek(0)
@@ -168,10 +244,22 @@ class ManifestWriter:
 
 
 @contextmanager
-def writing_manifest(cache: Path, name: str, columns: int) -> Iterator[tuple[ManifestWriter, Path]]:
-    """A writer and the durable file it leaves, to be renamed once the corpus's fingerprint is known."""
-    path = cache / CORPORA / name / "rows.new"
+def writing_manifest(cache: Path, name: str, columns: int) -> Iterator[tuple[NumbersWriter, Path]]:
+    """A writer of `(n, columns)` rows and the durable file it leaves, to be renamed once the fingerprint is known."""
+    with _writing(cache / CORPORA / name / "rows.new", "<i8", (columns,)) as writing:
+        yield writing
+
+
+@contextmanager
+def writing_domains(cache: Path, name: str) -> Iterator[tuple[NumbersWriter, Path]]:
+    """The same for `(n,)` numbers of domains."""
+    with _writing(cache / CORPORA / name / "domains.new", "<u2", ()) as writing:
+        yield writing
+
+
+@contextmanager
+def _writing(path: Path, dtype: str, columns: tuple[int, ...]) -> Iterator[tuple[NumbersWriter, Path]]:
     with replacing(path) as file:
-        writer = ManifestWriter(file, columns)
+        writer = NumbersWriter(file, dtype, columns)
         yield writer, path
         writer.finish()

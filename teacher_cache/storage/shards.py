@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache, FormatVersionError
-from teacher_cache.storage.chunks import Bytes, NumberCodec, Rows, codec_from, crc32c
+from teacher_cache.storage.chunks import BLOBS, Bytes, NumberCodec, Rows, codec_from, crc32c
 from teacher_cache.storage.files import replacing, sync_folder
 from teacher_cache.storage.mapping import ShardMap
 from teacher_cache.storage.opened import EMPTY, OpenShard
@@ -35,6 +36,8 @@ OPEN_SHARDS = max(32, min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] //
 READ_CHUNKS = 32
 # Shards to open that are worth waking the threads for.
 THREADS_FROM = 4
+# Bytes that blosc compresses at a time of an array of byte strings.
+BLOB_BLOCK = 16_384
 # Neighbouring rows that are worth a read of their own; fewer are copied out of the map.
 RUN_ROWS = 8
 
@@ -54,7 +57,7 @@ class ShardReceipt:
 
 
 class ShardedArray:
-    """A zarr v3 array of shape `(rows, width)` numbers or `(rows,)` strings, cut into shards of rows.
+    """A zarr v3 array of shape `(rows, width)` numbers or `(rows,)` texts or byte strings, cut into shards of rows.
 
     Threads take turns. Neither files nor mappings survive a pickle; both are safe across a fork.
     """
@@ -76,7 +79,6 @@ class ShardedArray:
                 raise KeyError("sharding_indexed with its index at the end")
             self.shard_rows = int(grid[0])
             self.chunk_rows = int(inner["chunk_shape"][0])
-            self.strings = self.metadata["data_type"] == "string"
             self.codec = codec_from(self.metadata, inner["codecs"])
         except (KeyError, ValueError, TypeError) as error:
             raise FormatVersionError(
@@ -116,7 +118,6 @@ class ShardedArray:
             compressed: chunks go through blosc (lz4 after a bit shuffle), strings through zstd.
             checksum: chunks that are not compressed carry a checksum; compressed ones always do.
         """
-        import zarr
         from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
         compressors: list[Any] = []
@@ -127,14 +128,46 @@ class ShardedArray:
             compressors.append(BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=itemsize))
         if compressed or checksum:
             compressors.append(Crc32cCodec())
-        tail = () if width is None else (width,)
+        fill = float("nan") if np.dtype(dtype).kind == "f" and width is not None else None
+        return cls._make(folder, () if width is None else (width,), dtype, fill, shard_rows, chunk_rows, compressors)
+
+    @classmethod
+    def create_blobs(cls, folder: Path, *, shard_rows: int, chunk_rows: int, itemsize: int, compressed: bool) -> Self:
+        """Make an empty array of byte strings of any length; missing rows read as b"" in zarr-python.
+
+        Args:
+            itemsize: bytes of the numbers that they hold.
+            compressed: chunks go through blosc (lz4 after a bit shuffle); they carry a checksum either way.
+        """
+        from zarr.codecs import BloscCodec, Crc32cCodec
+
+        # Blosc's own choice of a block is so large that it gives up on token states, which these save 5 % of.
+        blosc = BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=itemsize, blocksize=BLOB_BLOCK)
+        compressors = [*([blosc] if compressed else []), Crc32cCodec()]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*VariableLengthBytes.*does not have a Zarr V3 specification")
+            return cls._make(folder, (), BLOBS, None, shard_rows, chunk_rows, compressors)
+
+    @classmethod
+    def _make(
+        cls,
+        folder: Path,
+        tail: tuple[int, ...],
+        dtype: str,
+        fill: float | None,
+        shard_rows: int,
+        chunk_rows: int,
+        compressors: list[Any],
+    ) -> Self:
+        import zarr
+
         zarr.create_array(
             store=str(folder),
             shape=(0, *tail),
             shards=(shard_rows, *tail),
             chunks=(chunk_rows, *tail),
             dtype=dtype,
-            fill_value=float("nan") if np.dtype(dtype).kind == "f" and width is not None else None,
+            fill_value=fill,
             compressors=compressors,
             overwrite=True,
         )
@@ -164,7 +197,7 @@ class ShardedArray:
         return np.empty((rows, *self._tail), dtype=self.dtype)
 
     def shard_path(self, number: int) -> Path:
-        return self.folder / "c" / (f"{number}" if self.strings else f"{number}/0")
+        return self.folder / "c" / (f"{number}/0" if self._tail else f"{number}")
 
     # Writing
 

@@ -7,6 +7,7 @@ costs no model; `load_teacher` loads.
 import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from teacher_cache.errors import MissingDependency, TeacherError
@@ -15,6 +16,7 @@ from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, Teache
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.hub import find_folder
 from teacher_cache.teachers.precision import choose_dtype
+from teacher_cache.tokens import TokenShape
 
 __all__ = [
     "BACKENDS",
@@ -25,6 +27,7 @@ __all__ = [
     "load_teacher",
     "resolve",
     "settle_dtype",
+    "token_shape",
 ]
 
 # name -> "module:Class"; `TeacherOptions.backend` also takes a "package.module:Class" that is not listed.
@@ -58,7 +61,8 @@ def load_teacher(spec: TeacherSpec) -> Teacher:
     """Load the teacher of a spec whose dtype is settled.
 
     Raises:
-        TeacherError: the dtype is still "auto", the folder is not on this machine, or loading failed.
+        TeacherError: the dtype is still "auto", the folder is not on this machine, loading failed, or the teacher
+            cannot say what the spec requests.
         MissingDependency: torch, transformers or sentence-transformers is absent.
     """
     if spec.space.dtype == "auto":
@@ -68,8 +72,19 @@ def load_teacher(spec: TeacherSpec) -> Teacher:
             f"the folder of {spec.space.teacher} is not on this machine: {spec.folder}; put the model where "
             "every worker sees it"
         )
+    if spec.request is not None:
+        _require_sayable(spec)
     with _absent_library_named(spec):
         return backend_class(spec.space.backend)(spec)
+
+
+def token_shape(spec: TeacherSpec) -> TokenShape:
+    """The sizes of what a teacher says token by token, from configuration files alone.
+
+    Raises:
+        TeacherError: its back end gives vectors alone, or its configuration leaves a size open.
+    """
+    return backend_class(spec.space.backend).token_shape(spec)
 
 
 def settle_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> TeacherSpec:
@@ -90,7 +105,26 @@ def settle_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> T
     if spec.folder is None:
         return spec.with_dtype("float32")
     with _absent_library_named(spec):
-        return spec.with_dtype(choose_dtype(spec, load_teacher))
+        # Measured on vectors alone, so that one precision is right with tokens and without.
+        return spec.with_dtype(choose_dtype(replace(spec, request=None), load_teacher))
+
+
+def _require_sayable(spec: TeacherSpec) -> None:
+    """Refuse a request that the teacher cannot follow before its weights are loaded."""
+    shape = token_shape(spec)
+    asked = spec.request.attention if spec.request is not None else None
+    if asked is None:
+        return
+    if list(asked) != sorted(set(asked)) or not all(1 <= layer <= shape.layers for layer in asked):
+        raise TeacherError(
+            f"attention of the layers {', '.join(map(str, asked))} was asked of {spec.space.teacher}: expected "
+            f"ascending numbers from 1 to {shape.layers}"
+        )
+    if spec.options.attn_implementation not in (None, "eager"):
+        raise TeacherError(
+            f"attention maps need eager attention, but {spec.options.attn_implementation} was asked of "
+            f"{spec.space.teacher}: leave --attn-implementation out"
+        )
 
 
 @contextmanager

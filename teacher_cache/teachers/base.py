@@ -9,8 +9,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from teacher_cache.errors import TeacherError
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.tokens import TextTokens, TokenRequest
+from teacher_cache.tokens import TextTokens, TokenRequest, TokenShape
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,18 @@ class Teacher(ABC):
         Raises:
             TeacherError: the files are missing or contradict the options.
         """
+
+    @classmethod
+    def token_shape(cls, spec: TeacherSpec) -> TokenShape:
+        """The sizes of what it says token by token, from configuration files alone.
+
+        Raises:
+            TeacherError: it gives vectors alone, as any back end does that does not say otherwise.
+        """
+        raise TeacherError(
+            f"{spec.space.teacher} speaks through the back end {spec.space.backend}, which gives vectors alone: what "
+            "is said token by token needs a model folder and --backend transformer or sentence_transformer"
+        )
 
     @abstractmethod
     def __init__(self, spec: TeacherSpec) -> None:

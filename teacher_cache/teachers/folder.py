@@ -14,6 +14,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from teacher_cache.errors import TeacherError
+from teacher_cache.tokens import TokenShape
+
+# A run folder has this record, and its student in this folder.
+RUN_RECORD = "run.json"
+STUDENT = "final"
 
 # Stamps of who wrote a file and where, and the precision weights were saved in (their bytes are hashed).
 _NOT_IDENTITY = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"})
@@ -92,8 +97,12 @@ class ModelFolder:
 
     @cached_property
     def label(self) -> str:
-        """Hub id when the folder is a snapshot in the hub's cache, otherwise the folder's name."""
+        """Hub id when the folder is a snapshot in the hub's cache, the run's name when it is a run's student,
+        otherwise the folder's name.
+        """
         parent = self.path.parent
+        if self.path.name == STUDENT and (parent / RUN_RECORD).is_file():
+            return parent.name
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             return parent.parent.name.removeprefix("models--").replace("--", "/")
         return self.path.name
@@ -183,10 +192,24 @@ class ModelFolder:
         Raises:
             TeacherError: config.json names no width.
         """
-        for name in ("hidden_size", "d_model", "dim", "n_embd"):
-            if isinstance(width := self.text_config.get(name), int):
-                return width
-        raise TeacherError(f"{self.encoder / 'config.json'} names no hidden_size")
+        return self._number("hidden_size", "d_model", "dim", "n_embd")
+
+    def token_shape(self) -> TokenShape:
+        """Sizes of the encoder.
+
+        Raises:
+            TeacherError: config.json names no width, number of layers or number of heads.
+        """
+        layers = self._number("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+        heads = self._number("num_attention_heads", "n_heads", "n_head", "num_heads")
+        return TokenShape(width=self.hidden_size, layers=layers, heads=heads, causal=self.is_causal)
+
+    def _number(self, *names: str) -> int:
+        """The first of the names that the configuration knows: each architecture has its own."""
+        for name in names:
+            if isinstance(number := self.text_config.get(name), int):
+                return number
+        raise TeacherError(f"{self.encoder / 'config.json'} names no {names[0]}")
 
     @property
     def positions(self) -> int | None:

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from teacher_cache.errors import MissingDependency, TeacherError
 from teacher_cache.teachers.families import FAMILIES, nearest_names
-from teacher_cache.teachers.folder import ModelFolder
+from teacher_cache.teachers.folder import RUN_RECORD, STUDENT, ModelFolder
 
 # Everything a teacher reads, sub-folders included; pickled weights are added where there are no others.
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.spm"]
@@ -16,6 +16,8 @@ _IGNORED = ["onnx/*", "openvino/*", "original/*", "*/onnx/*", "*/openvino/*"]
 
 def find_folder(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:
     """The local folder of `model`: a path, a known family's short name, or a hub id.
+
+    The path of a finished run means its student: a student is a teacher like any other.
 
     The hub's cache answers before the hub: a model that was downloaded once keeps its commit until
     `revision` asks for another, and needs no network.
@@ -28,11 +30,24 @@ def find_folder(model: str, revision: str | None = None, *, trust_remote_code: b
     if model and local.is_dir():
         if revision is not None:
             raise TeacherError(f"revision {revision!r} was given for the local folder {model}: leave it out")
-        return local.resolve()
+        return student_of(local.resolve())
     if model.startswith((".", "~", "/")) or "\\" in model or model.count("/") > 1 or not model:
         raise TeacherError(f"no folder at {model!r}: check the path, or give a hub id such as BAAI/bge-m3")
     family = FAMILIES.get(model.lower())
     return _from_hub(model, family.hub_id if family else model, revision, trust_remote_code)
+
+
+def student_of(folder: Path) -> Path:
+    """The student in a run folder; any other folder as it is.
+
+    Raises:
+        TeacherError: the run has not finished.
+    """
+    if not (folder / RUN_RECORD).is_file():
+        return folder
+    if not (folder / STUDENT).is_dir():
+        raise TeacherError(f"the run in {folder} has left no student yet: no {STUDENT}; finish it first")
+    return folder / STUDENT
 
 
 def _from_hub(asked: str, hub_id: str, revision: str | None, trust_remote_code: bool) -> Path:

@@ -13,6 +13,7 @@ from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
 from teacher_cache.teachers.folder import ModelFolder, has_safetensors
 from teacher_cache.teachers.settings import chosen_pooling, space_from_folder
+from teacher_cache.tokens import TokenShape
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +54,12 @@ class SentenceTransformerTeacher(Teacher):
         )
         return TeacherSpec(options=options, space=space, folder=files.path)
 
+    @classmethod
+    def token_shape(cls, spec: TeacherSpec) -> TokenShape:
+        if spec.folder is None:
+            raise TeacherError(f"{spec.space.teacher} has no folder to read its sizes from")
+        return ModelFolder(spec.folder).token_shape()
+
     def __init__(self, spec: TeacherSpec) -> None:
         from teacher_cache.teachers.batching import BatchedEncoder
         from teacher_cache.teachers.loading import choose_device
@@ -62,10 +69,15 @@ class SentenceTransformerTeacher(Teacher):
         self.space = spec.space
         device = choose_device(spec.options.device)
         load = _loader(spec, ModelFolder(spec.folder), device)
-        self._encoder = BatchedEncoder(spec.space, device, load, spec.options.batch_tokens)
+        self._encoder = BatchedEncoder(spec.space, device, load, spec.options.batch_tokens, spec.request)
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         return self._encoder.encode_counted(texts)
+
+    @property
+    def network(self) -> "torch.nn.Module | None":
+        """The transformers model that it runs."""
+        return self._encoder.network
 
 
 def saved_pooling(files: ModelFolder) -> str | None:
@@ -175,7 +187,7 @@ def _loader(spec: TeacherSpec, files: ModelFolder, device: "torch.device") -> Ca
                 output_loading_info=True,
             )
             require_all_weights(files.encoder, info)
-            return LoadedModel(_forward(model.eval(), spec), model.tokenizer)
+            return LoadedModel(_forward(model.eval(), spec), model.tokenizer, network)
 
     return load
 

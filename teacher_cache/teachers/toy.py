@@ -4,23 +4,32 @@ For tests and first runs. Vectors depend on the bytes of the text alone: they ar
 in every process and under every PYTHONHASHSEED.
 """
 
+import re
 from collections.abc import Sequence
 from hashlib import blake2b, shake_128
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
+from teacher_cache.teachers.pieces import pieces_of
 from teacher_cache.teachers.settings import chosen_pooling, chosen_prompt, normal_dtype
+from teacher_cache.tokens import TextTokens, TokenRequest, TokenShape
 
 _DIMS = 32
 _MAX_LENGTH = 512
+_TOKENS = TokenShape(width=24, layers=3, heads=2, causal=False)
 
 
 class ToyTeacher(Teacher):
-    """`(n, dims)` vectors seeded by a hash of prompt and text; a token is a word between spaces."""
+    """`(n, dims)` vectors seeded by a hash of prompt and text; a token is a word between spaces.
+
+    Token by token a state is seeded by the word and its place, and in layer l token j gets a share of (j + l) of
+    every row of attention, counted from 0.
+    """
 
     @classmethod
     def resolve(cls, options: TeacherOptions, folder: Path | None) -> TeacherSpec:
@@ -52,8 +61,13 @@ class ToyTeacher(Teacher):
         )
         return TeacherSpec(options=options, space=space, folder=None)
 
+    @classmethod
+    def token_shape(cls, spec: TeacherSpec) -> TokenShape:
+        return _TOKENS
+
     def __init__(self, spec: TeacherSpec) -> None:
         self.space = spec.space
+        self._request = spec.request
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         space = self.space
@@ -69,8 +83,7 @@ class ToyTeacher(Teacher):
                 whole = " ".join(words)
             tokens[row] = len(words)
             streams.append(shake_128(f"{space.pooling}\0{whole}".encode()).digest(8 * space.dims))
-        raw = np.frombuffer(b"".join(streams), dtype="<u8").reshape(len(texts), space.dims)
-        vectors = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
+        vectors = _numbers(streams, space.dims)
         if space.normalize:
             vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         return Encoded(
@@ -78,4 +91,28 @@ class ToyTeacher(Teacher):
             tokens=tokens,
             truncated=truncated,
             repaired=np.zeros(len(texts), dtype=np.bool_),
+            by_token=None if self._request is None else [self._tokens(text, self._request) for text in texts],
         )
+
+    def _tokens(self, text: str, request: TokenRequest) -> TextTokens:
+        words = list(re.finditer(r"\S+", self.space.prompt + text))[: self.space.max_length]
+        count = len(words)
+        names = [f"{place}\0{word.group()}".encode() for place, word in enumerate(words)]
+        ids = [int.from_bytes(blake2b(word.group().encode(), digest_size=4).digest()) >> 1 for word in words]
+        shares = (np.arange(count) + np.arange(1, _TOKENS.layers + 1)[:, None]).astype(np.float32)
+        shares /= shares.sum(axis=1, keepdims=True)
+        maps = np.repeat(shares[:, None], count, axis=1)
+        asked = request.attention
+        states = _numbers([shake_128(name).digest(8 * _TOKENS.width) for name in names], _TOKENS.width)
+        return TextTokens(
+            states=states.astype(np.float32),
+            pieces=pieces_of([word.span() for word in words], np.zeros(count), ids, len(self.space.prompt)),
+            importance=None if asked is None else maps[-1].sum(axis=0),
+            attention=None if asked is None else maps[np.array(asked, dtype=np.int64) - 1],
+        )
+
+
+def _numbers(streams: Sequence[bytes], width: int) -> npt.NDArray[np.float64]:
+    """`(len(streams), width)` numbers of [-1, 1) out of 8 bytes each."""
+    raw = np.frombuffer(b"".join(streams), dtype="<u8").reshape(len(streams), width)
+    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0

@@ -11,6 +11,7 @@ from teacher_cache.teachers.families import family_of
 from teacher_cache.teachers.folder import ModelFolder, has_safetensors
 from teacher_cache.teachers.sentence_transformer import saved_pooling
 from teacher_cache.teachers.settings import chosen_pooling, space_from_folder
+from teacher_cache.tokens import TokenShape
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,12 @@ class TransformerTeacher(Teacher):
         )
         return TeacherSpec(options=options, space=space, folder=files.path)
 
+    @classmethod
+    def token_shape(cls, spec: TeacherSpec) -> TokenShape:
+        if spec.folder is None:
+            raise TeacherError(f"{spec.space.teacher} has no folder to read its sizes from")
+        return ModelFolder(spec.folder).token_shape()
+
     def __init__(self, spec: TeacherSpec) -> None:
         from teacher_cache.teachers.batching import BatchedEncoder
         from teacher_cache.teachers.loading import choose_device
@@ -65,10 +72,15 @@ class TransformerTeacher(Teacher):
         self.space = spec.space
         device = choose_device(spec.options.device)
         load = _loader(spec, ModelFolder(spec.folder).encoder, device)
-        self._encoder = BatchedEncoder(spec.space, device, load, spec.options.batch_tokens)
+        self._encoder = BatchedEncoder(spec.space, device, load, spec.options.batch_tokens, spec.request)
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         return self._encoder.encode_counted(texts)
+
+    @property
+    def network(self) -> "torch.nn.Module | None":
+        """The transformers model that it runs."""
+        return self._encoder.network
 
 
 def _pooling_of(files: ModelFolder) -> str:
@@ -93,7 +105,7 @@ def _loader(spec: TeacherSpec, folder: Path, device: "torch.device") -> Callable
                 folder, local_files_only=True, trust_remote_code=spec.options.trust_remote_code
             )
         model = load_encoder(folder, dtype, device, spec.options)
-        return LoadedModel(_forward(model, spec.space.pooling, spec.space.padding_side), tokenizer)
+        return LoadedModel(_forward(model, spec.space.pooling, spec.space.padding_side), tokenizer, model)
 
     return load
 

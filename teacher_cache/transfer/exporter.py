@@ -36,6 +36,7 @@ class ExportReport:
         missing: texts of the table that this space has no vector for, left out; 0 for a corpus.
         dtype: of the exported numbers, "float16" or "float32".
         corpus: None when the whole table was exported.
+        token_columns: of the space, which are not exported; "" where it has none.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class ExportReport:
     corpus: str | None
     cache: str
     seconds: float
+    token_columns: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -101,6 +103,7 @@ def export(
             corpus=corpus,
             cache=str(cache),
             seconds=round(time.monotonic() - started, 3),
+            token_columns=view.record.columns.describe() if view.record.columns is not None else "",
         )
 
 

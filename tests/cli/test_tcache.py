@@ -75,6 +75,15 @@ def test_flags_take_underscores_and_the_trainers_names(corpus: Path, tmp_path: P
     assert result.exit_code == 0, result.output
 
 
+def test_domains_of_a_column_are_kept_and_told(tmp_path: Path) -> None:
+    (tmp_path / "c.csv").write_text("text,source\nx,web\ny,news\nz,web\n")
+    words = (tmp_path / "c.csv", "--teacher", "toy", "--domain-key", "source", "--cache", tmp_path / "c")
+    assert json.loads(run("plan", *words, "--json").stdout)["rows"] == 3
+    assert run("build", *words).exit_code == 0
+    assert json.loads(run("info", tmp_path / "c", "--json").stdout)["corpora"]["c"]["domains"] == {"web": 2, "news": 1}
+    assert "  domain web: 2 rows\n  domain news: 1 rows\n" in run("info", tmp_path / "c").stdout
+
+
 def test_standard_input_is_a_corpus(tmp_path: Path) -> None:
     result = run("build", "-", "--teacher", "toy", "--cache", tmp_path / "c", "--json", stdin="one\ntwo\n")
     assert json.loads(result.stdout)["corpus"] == "stdin"

@@ -114,6 +114,7 @@ class ObjectiveContract(ABC):
         objective = self.make()
         terms = objective(self.student(objective), self.teacher(objective))
         assert terms
+        assert terms.keys() <= set(objective.terms)
         for value in terms.values():
             assert value.shape == ()
             assert value.dtype == torch.float32
@@ -239,6 +240,11 @@ class ObjectiveContract(ABC):
         assert first.keys() == both.keys() - objective.second_view_terms
         for name, value in first.items():
             assert torch.equal(value, both[name]), name
+
+    def test_every_weight_has_one_name(self) -> None:
+        """A checkpoint keeps one name of each, and a resumed run asks for all."""
+        objective = self.make()
+        assert len(list(objective.named_parameters(remove_duplicate=False))) == len(list(objective.parameters()))
 
     def test_its_projection_leads_from_the_student_to_the_teacher(self) -> None:
         projection = self.make().projection()

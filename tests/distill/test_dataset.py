@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from distill.data.dataset import CachedDataset, Collator, ShuffledDataset
+from distill.data.collator import Collator
+from distill.data.dataset import CachedDataset, ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, RunFolderError
 from teacher_cache.build import build, ingest
@@ -217,7 +218,9 @@ def test_texts_that_do_not_match_their_keys_are_noticed_when_opened(
 
 def test_a_batch_holds_each_text_once_a_view_and_the_prompt_before_it(tiny_student: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_student)
-    records = Batch(["cat sat", "dogs ran through town"], np.array([4, 9]), np.ones((2, 3), dtype=np.float32))
+    records = Batch(
+        ["cat sat", "dogs ran through town"], np.array([4, 9]), np.ones((2, 3), dtype=np.float32), np.arange(2)
+    )
     batch = Collator(tokenizer, 5, prompt="the ", repeat=2)(records)
     ids = tokenizer(["the cat sat", "the dogs ran through town"]).input_ids
     end, pad = tokenizer.sep_token_id, tokenizer.pad_token_id

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,21 @@ import torch
 from safetensors.torch import load_file
 
 from distill import run as run_module
+from distill.callbacks import TrainingProgress
 from distill.config import RunConfig
 from distill.errors import ConfigError, NeedsNotMet, RunFolderError, StudentError
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import Needs
 from distill.objectives.talas import Talas
-from distill.run import held_out_rows, last_checkpoint, run
-from distill.trainer import TrainingProgress
+from distill.run import check_run, held_out_rows, last_checkpoint, run
+from distill.student import Student, student_shape
+from distill.targets import Targets
+from teacher_cache.build import build
 from teacher_cache.cache import TeacherCache
-from teacher_cache.errors import CorpusNotFound, DiskFull, SpaceNotFound
+from teacher_cache.corpus import Corpus
+from teacher_cache.errors import CorpusNotFound, DiskFull, KnownError, SpaceNotFound
+from teacher_cache.teachers.base import TeacherOptions
+from tests.conftest import varied_texts
 from tests.distill.tiny_runs import Stopped, metrics, stop_at, tiny_config
 
 
@@ -180,7 +187,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_the_same_record(
     assert metrics(tmp_path / "run") == metrics(finished)
     mine = json.loads((tmp_path / "run" / "run.json").read_text())
     theirs = json.loads((finished / "run.json").read_text())
-    assert [key for key in mine if mine[key] != theirs[key]] == ["seconds", "resumed_from"][: 1 + bool(stop > 1)]
+    differing = {"seconds", "cost"} | ({"resumed_from"} if stop > 1 else set())
+    assert {key for key in mine if mine[key] != theirs[key]} == differing
 
 
 def test_a_run_killed_behind_its_last_checkpoint_only_exports(
@@ -398,15 +406,11 @@ def test_token_states_are_refused_where_the_cache_has_none(
         run(six_steps(toy_cache, tiny_student, tmp_path / "run", "objective.name=hungry"))
 
 
-def test_a_preset_gives_options_and_single_options_win(
-    toy_cache: Path, tiny_student: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Shape:
-        shape = run_module.Student.load(tiny_config(toy_cache, tiny_student, Path("x")).student).shape
-
+def test_a_preset_gives_options_and_single_options_win(toy_cache: Path, tiny_student: Path) -> None:
+    shape = student_shape(tiny_config(toy_cache, tiny_student, Path("x")).student)
     config = RunConfig.load(None, ["objective.preset=official", "objective.options.temperature=0.2"])
     with TeacherCache.open(toy_cache) as cache:
-        objective: Any = run_module._objective(config, Shape(), cache.space())  # type: ignore[arg-type]
+        objective: Any = run_module._objective(config, shape, Targets(config, cache))
     assert (objective.mask_duplicates, objective.temperature) == (False, 0.2)
 
 
@@ -465,3 +469,111 @@ def test_a_disk_without_room_for_a_checkpoint_ends_the_run_before_a_byte_of_it(
             run(config)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert run(config).steps == 12
+
+
+@pytest.mark.parametrize("method", ["jasper", "distillcse", "talas"])
+def test_two_teachers_of_the_same_texts_train_one_student(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path, method: str
+) -> None:
+    cache = tmp_path / "cache"
+    (tmp_path / "few.txt").write_text("".join(f"{text}\n" for text in varied_texts(60)))
+    for dims in (12, 20):
+        build(Corpus.open(tmp_path / "few.txt"), TeacherOptions(model="toy", dims=dims), cache)
+    with TeacherCache.open(cache) as opened:
+        first, second = sorted(opened.space_records())
+    overrides = [f"objective.name={method}", f"space=[{first}, {second}]", "training.max_steps=2"]
+    if method == "jasper":
+        overrides.append("objective.options.stage_one_epochs=0")
+    run(tiny_config(cache, tiny_student, tmp_path / "run", *overrides))
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["space"]["dims"] == 32
+    assert [part["slug"] for part in record["space"]["spaces"]] == [first, second]
+    assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path / "run"))
+    assert f"{first}+{second}" in (tmp_path / "run" / "final" / "README.md").read_text()
+    assert run(tiny_config(cache, tiny_student, tmp_path / "run", *overrides)).finished_before
+    with pytest.raises(RunFolderError, match="was trained with the space of fingerprint"):
+        run(tiny_config(cache, tiny_student, tmp_path / "run", *overrides, f"space=[{second}, {first}]"))
+
+
+def test_an_online_teacher_of_several_spaces_is_refused(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (tmp_path / "few.txt").write_text("".join(f"{text}\n" for text in varied_texts(60)))
+    for dims in (12, 20):
+        build(Corpus.open(tmp_path / "few.txt"), TeacherOptions(model="toy", dims=dims), cache)
+    with TeacherCache.open(cache) as opened:
+        names = ", ".join(sorted(opened.space_records()))
+    online = ("teacher.mode=online", "teacher.model=toy")
+    with pytest.raises(ConfigError, match="asks one teacher, but several spaces are named"):
+        run(tiny_config(cache, tiny_student, tmp_path / "run", f"space=[{names}]", *online))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("teacher.mode=sometimes",), "teacher.mode is 'sometimes'; expected cached or online"),
+        (("teacher.mode=online",), "an online teacher needs its model"),
+        (("teacher.model=toy",), "to train from the cache leave teacher.model out"),
+        (
+            ("teacher.mode=online", "teacher.model=toy", "training.dataloader_num_workers=2"),
+            "dataloader_num_workers must be 0 with an online teacher",
+        ),
+    ],
+)
+def test_contradictory_settings_of_the_teacher_are_refused(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(toy_cache, tiny_student, tmp_path / "run", *overrides)
+
+
+def test_a_run_goes_on_with_its_own_space_and_corpus_when_the_cache_has_others_by_now(
+    tiny_student: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    (tmp_path / "few.txt").write_text("".join(f"{text}\n" for text in varied_texts(60)))
+    build(Corpus.open(tmp_path / "few.txt"), TeacherOptions(model="toy"), cache)
+    config = tiny_config(cache, tiny_student, tmp_path / "run", "corpus=null", "training.max_steps=2")
+    run(config)
+    build(Corpus.open(tmp_path / "few.txt"), TeacherOptions(model="toy", dims=12), cache, name="second")
+    assert run(config).finished_before
+    check_run(config)
+    with pytest.raises(SpaceNotFound, match="say with --space which"):
+        run(tiny_config(cache, tiny_student, tmp_path / "new", "corpus=few", "training.max_steps=2"))
+    with TeacherCache.open(cache) as opened:
+        other = next(slug for slug, record in opened.space_records().items() if record.space.dims == 12)
+    with pytest.raises(RunFolderError, match="was trained with the space of fingerprint"):
+        run(tiny_config(cache, tiny_student, tmp_path / "run", "training.max_steps=2", f"space={other}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("objective.options.temperatur=1",), "talas has no option 'temperatur'; did you mean temperature?"),
+        (("objective.options.zzz=1",), "talas has no option 'zzz'; its options: anchored_layers, "),
+        (
+            ("sharpness.name=sam", "sharpness.ascent_terms=[tamdd]"),
+            "objective talas has no term 'tamdd'; it has tamd, lasd, simcse",
+        ),
+        (("objective.options.views=pair",), "views=pair needs two texts a record"),
+        (("sharpness.name=disam",), "--domain-key"),
+        (("sharpness.rho=0.1",), "sharpness rho: method 'none' has no place for it"),
+        (("sharpness.name=sam", "sharpness.eta=0.1"), "sharpness eta: method 'sam' has no place for it"),
+        (("objective.options.anchored_layers=7",), "a student of 2 layers"),
+        (("training.arguments.nonsense=1",), "not one of transformers' TrainingArguments"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_folder_is_made(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    config = tiny_config(toy_cache, tiny_student, tmp_path / "run", *overrides)
+    for refuse in (check_run, run):
+        with pytest.raises(KnownError) as error:
+            refuse(config)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_sizes_of_a_student_are_those_of_its_files(tiny_student: Path) -> None:
+    config = RunConfig.load(None, [f"student.model={tiny_student}"]).student
+    assert student_shape(config) == Student.load(config).shape

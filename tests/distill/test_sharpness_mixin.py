@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments, default_data_collator
 
+from distill.errors import ConfigError
 from distill.sharpness import build_sharpness
-from distill.trainer import SharpnessMixin
+from distill.sharpness.mixin import SharpnessMixin
 
 
 class Regression(nn.Module):
@@ -102,6 +103,77 @@ def test_trainer_steps_with_the_gradient_at_the_perturbed_weights(
         assert line["loss"] == pytest.approx(sum(losses) / accumulate, rel=1e-5)
         weight = weight - 0.1 * torch.stack(gradients).mean(0)
     assert torch.allclose(made.weight.detach(), weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_between_are_plain_and_all_micro_batches_of_a_step_alike(tmp_path: Path, accumulate: int) -> None:
+    made = Regression()
+    options = arguments(tmp_path, gradient_accumulation_steps=accumulate, max_steps=5)
+    trainer = train(SharpTrainer, made, data("y"), options)
+    trainer.sharpness = build_sharpness("sam", made.named_parameters(), rho=0.3, every=3)
+    batches = [default_data_collator(data("y")[start : start + 4]) for start in range(0, 16, 4)]
+    trainer.train()
+
+    weight = torch.tensor([1.0, -2.0, 0.5])
+    for step in range(5):
+        gradients = []
+        for micro in range(step * accumulate, (step + 1) * accumulate):
+            x, y = batches[micro % 4]["x"], batches[micro % 4]["y"]
+            slope = 2 / len(x) * x.T @ (x @ weight - y)
+            there = weight + (0.3 * slope / slope.norm() if step in (0, 3) else 0)
+            gradients.append(2 / len(x) * x.T @ (x @ there - y))
+        weight = weight - 0.1 * torch.stack(gradients).mean(0)
+    assert torch.allclose(made.weight.detach(), weight, atol=1e-6)
+    assert trainer.ascent_step == 3
+
+
+@pytest.mark.parametrize("name", ["sam", "looksam", "msam"])
+def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    options = arguments(tmp_path, optim="adamw_torch", max_steps=9, save_strategy="steps", save_steps=4)
+
+    def made() -> Any:
+        model = Regression()
+        trainer = train(SharpTrainer, model, data("y"), options)
+        trainer.sharpness = build_sharpness(name, model, rho=0.2, every=None if name == "msam" else 3)
+        return trainer
+
+    whole, resumed = made(), made()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+    assert not torch.equal(whole.model.weight, Regression().weight)
+
+
+def test_looksam_corrects_trainers_own_steps(tmp_path: Path) -> None:
+    made = Regression()
+    trainer = train(SharpTrainer, made, data("y"), arguments(tmp_path, max_steps=5))
+    trainer.sharpness = build_sharpness("looksam", made.named_parameters(), rho=0.3, every=3, alpha=0.5)
+    batches = [default_data_collator(data("y")[start : start + 4]) for start in range(0, 16, 4)]
+    trainer.train()
+
+    weight, kept = torch.tensor([1.0, -2.0, 0.5]), torch.zeros(3)
+    for step in range(5):
+        x, y = batches[step % 4]["x"], batches[step % 4]["y"]
+        slope = 2 / len(x) * x.T @ (x @ weight - y)
+        if step in (0, 3):
+            unit = slope / slope.norm()
+            taken = 2 / len(x) * x.T @ (x @ (weight + 0.3 * unit) - y)
+            kept = taken - (taken @ unit) * unit
+        else:
+            taken = slope + 0.5 * slope.norm() / kept.norm() * kept
+        weight = weight - 0.1 * taken
+    assert torch.allclose(made.weight.detach(), weight, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "options"), [("disam", {}), ("asam", {"ascent_terms": ("tamd",)})])
+def test_methods_that_ask_for_terms_are_refused_by_a_trainer_that_knows_none(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    made = Regression()
+    trainer = train(SharpTrainer, made, data("y"), arguments(tmp_path))
+    trainer.sharpness = build_sharpness(name, made.named_parameters(), **options)
+    with pytest.raises(ConfigError, match="SharpTrainer overrides no ascent_loss"):
+        trainer.train()
 
 
 def test_without_sharpness_the_mixin_changes_nothing(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import torch
 
 from distill.config import StudentConfig
 from distill.errors import StudentError
-from distill.student import MAX_LENGTH, Student
+from distill.objectives.base import Needs
+from distill.student import Student
+from teacher_cache.align import STUDENT_LENGTH
 from tests.teacher_cache import tiny_teachers
 
 TEXTS = ["the cat sat", "a river ran through the old town and the sea", "dogs", "sea sea sea"]
@@ -104,7 +106,7 @@ def test_the_length_is_the_folders_but_at_most_256_unless_more_is_asked_for(tiny
     tiny_teachers.edit_json(long / "config.json", max_position_embeddings=4096)
     assert Student.load(StudentConfig(model=str(tiny_student))).max_length == 64
     assert Student.load(StudentConfig(model=str(tiny_student), max_length=32)).max_length == 32
-    assert Student.load(StudentConfig(model=str(long))).max_length == MAX_LENGTH == 256
+    assert Student.load(StudentConfig(model=str(long))).max_length == STUDENT_LENGTH == 256
     assert Student.load(StudentConfig(model=str(long), max_length=512)).max_length == 512
 
 
@@ -140,3 +142,26 @@ def test_a_saved_encoder_loads_again(tiny_student: Path, tmp_path: Path) -> None
     student.save_encoder(tmp_path / "saved")
     again = Student.load(StudentConfig(model=str(tmp_path / "saved")))
     assert np.array_equal(again.encode(TEXTS), student.encode(TEXTS))
+
+
+def test_attention_maps_survive_activation_checkpointing(tiny_student: Path) -> None:
+    def gradients(checkpointed: bool) -> list[torch.Tensor]:
+        student = Student.load(StudentConfig(model=str(tiny_student))).eval()
+        needs = Needs(tokens=True, attention=((2, 2), (1, 1)))
+        student.prepare(needs)
+        encoder: Any = student.encoder
+        if checkpointed:
+            encoder.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+            encoder.train()
+            for module in student.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+        tokens = student.tokenizer(["the cat sat on the old mat", "dogs"], padding=True, return_tensors="pt")
+        special = torch.zeros_like(tokens["input_ids"], dtype=torch.bool)
+        _, said = student.forward_tokens(tokens["input_ids"], tokens["attention_mask"], special, needs)
+        assert said.attention is not None
+        said.attention.square().sum().backward()
+        return [p.grad for p in student.parameters() if p.grad is not None]
+
+    for plain, checkpointed in zip(gradients(False), gradients(True), strict=True):
+        assert torch.allclose(plain, checkpointed, atol=1e-6)

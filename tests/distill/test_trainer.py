@@ -11,8 +11,9 @@ from distill.config import RunConfig
 from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, NonFiniteLoss
+from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.sharpness import SharpnessAware
-from distill.trainer import DistillTrainer, settled_precision, training_arguments
+from distill.trainer import DistillTrainer, linear_cycles, settled_precision, training_arguments
 from teacher_cache.shuffle import WindowedShuffle
 from tests.distill.tiny_runs import Parts, Stopped, metrics, parts, stop_at, tiny_config
 from tests.reference_loop import train as reference
@@ -138,14 +139,14 @@ def test_weights_are_themselves_again_after_the_second_pass(
     assert line["perturbation_rise"] == pytest.approx(float(rise))
 
 
-class Poisoned(torch.nn.Module):
+class Poisoned(Objective):
     """Gives NaN instead of the term's value from the given call on."""
 
-    def __init__(self, objective: torch.nn.Module, call: int) -> None:
+    def __init__(self, objective: Objective, call: int) -> None:
         super().__init__()
-        self.objective, self.left = objective, call
+        self.objective, self.left, self.needs = objective, call, objective.needs
 
-    def forward(self, student: Any, teacher: Any) -> dict[str, Tensor]:
+    def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
         self.left -= 1
         terms: dict[str, Tensor] = self.objective(student, teacher)
         return terms | {"lasd": terms["lasd"] * math.nan} if self.left < 0 else terms
@@ -155,7 +156,7 @@ def test_a_loss_that_is_nan_stops_training_and_leaves_the_last_checkpoint(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     made = parts(tiny_config(toy_cache, tiny_student, tmp_path, "training.save_steps=4"))
-    made.objective = Poisoned(made.objective, 5)  # type: ignore[assignment]
+    made.objective = Poisoned(made.objective, 5)
     with pytest.raises(NonFiniteLoss) as error:
         made.trainer().train()
     message = str(error.value)
@@ -388,3 +389,60 @@ def test_activation_checkpointing_gives_the_same_weights(toy_cache: Path, tiny_s
         weights.append({key: value.clone() for key, value in trainer.model.state_dict().items()})
     for key, value in weights[0].items():
         torch.testing.assert_close(weights[1][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_linear_cycles_fall_in_straight_lines_and_start_again() -> None:
+    factor = linear_cycles(12, 3, 0.1, warmup=3)
+    assert [factor(step) for step in range(3)] == pytest.approx([0, 1 / 3, 2 / 3])
+    cycle = [1, 0.7, 0.4]
+    assert [factor(step) for step in range(3, 12)] == pytest.approx(cycle * 3)
+    assert factor(12) == pytest.approx(0.1)
+
+
+def test_a_run_can_train_in_linear_cycles(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    overrides = ("training.lr_scheduler_type=linear_cycles", "training.cycles=2", "training.warmup_ratio=0")
+    parts(tiny_config(toy_cache, tiny_student, tmp_path, *overrides)).trainer().train()
+    rates = [line["learning_rate"] for line in metrics(tmp_path)]
+    assert rates == pytest.approx([1e-3 * (1 - 0.9 * step / 6) for step in range(6)] * 2, rel=1e-6)
+
+
+def test_the_clock_counts_steps_and_the_memory_of_the_process(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    trainer = parts(tiny_config(toy_cache, tiny_student, tmp_path)).trainer()
+    assert trainer.clock.cost() is None
+    trainer.train()
+    cost = trainer.clock.cost()
+    assert cost is not None
+    assert cost["steps"] == 6  # of 12, the first half warms up
+    assert 0 < cost["step_seconds_p50"] <= cost["step_seconds_p90"]
+    assert cost["data_seconds_p50"] > 0
+    assert cost["peak_memory_bytes"] > 2**26
+
+
+def test_a_run_that_ends_before_the_student_is_trained_is_refused(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(toy_cache, tiny_student, tmp_path, "objective.name=jasper")
+    with pytest.raises(ConfigError, match=r"only after 2 epochs, and this run has 1\.71"):
+        parts(config).trainer()
+
+
+def test_the_student_stands_still_until_its_stage_begins(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    made = parts(
+        tiny_config(toy_cache, tiny_student, tmp_path, "objective.name=jasper", "objective.options.stage_one_epochs=1")
+    )
+    moved: list[tuple[bool, bool]] = []
+    before: dict[str, Tensor] = {}
+
+    def note(progress: Any) -> None:
+        now = {name: tensor.detach().clone() for name, tensor in weights(made).items()}
+        if before:
+            different = {name.split(".")[0] for name, tensor in now.items() if not torch.equal(tensor, before[name])}
+            moved.append(("student" in different, "objective" in different))
+        before.update(now)
+
+    made.trainer(report=note).train()
+    # Steps 2 to 7 are stage one; the first step of all has a learning rate that is above 0 only after warm-up.
+    assert [student for student, _ in moved] == [False] * 6 + [True] * 5
+    assert all(heads for _, heads in moved)

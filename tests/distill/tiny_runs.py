@@ -2,20 +2,23 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import set_seed
 
+from distill.callbacks import TrainingProgress
 from distill.config import RunConfig
-from distill.data.dataset import CachedDataset, Collator
+from distill.data.collator import Collator
+from distill.data.dataset import CachedDataset
 from distill.objectives import load_objective
-from distill.objectives.base import Objective, TeacherShape
+from distill.objectives.base import Objective
 from distill.sharpness import build_sharpness
 from distill.student import Student
-from distill.trainer import Distillation, DistillTrainer, TrainingProgress
+from distill.targets import Targets
+from distill.trainer import Distillation, DistillTrainer
 from teacher_cache.cache import TeacherCache
 
 
@@ -54,23 +57,22 @@ class Parts:
 
     def trainer(self, kind: type[DistillTrainer] = DistillTrainer, **options: Any) -> DistillTrainer:
         model = Distillation(self.student, self.objective)
-        sharpness = build_sharpness(self.config.sharpness.name, model.named_parameters())
+        chosen = asdict(self.config.sharpness)
+        sharpness = build_sharpness(chosen.pop("name"), model, **chosen)
         return kind(model, self.config, self.dataset, self.collator, sharpness, **options)
 
 
 def parts(config: RunConfig, held_out: np.ndarray[Any, Any] | None = None) -> Parts:
     """As `run` makes them; two calls give equal weights. The cache's handles live as long as the dataset."""
     cache = TeacherCache.open(config.cache)
-    space = cache.space(config.space)
+    targets = Targets(config, cache)
     student = Student.load(config.student)
     set_seed(config.training.seed)
     kind: Any = load_objective(config.objective.name)
-    objective: Objective = kind(student.shape, TeacherShape(space.dims), **config.objective.options)
-    pairs = objective.views == "pair"
-    dataset = CachedDataset(cache, space, cache.corpus(config.corpus), left_out=held_out, pairs=pairs)
-    repeat = 1 if pairs else objective.needs.views
-    collator = Collator(student.tokenizer, student.max_length, prompt=student.prompt, repeat=repeat)
-    return Parts(config, student, objective, dataset, collator)
+    objective: Objective = kind(student.shape, targets.shape, **config.objective.options)
+    manifest = cache.corpus(config.corpus)
+    dataset = targets.dataset(manifest, objective, held_out)
+    return Parts(config, student, objective, dataset, targets.collator(manifest, objective, student))
 
 
 class Stopped(Exception):

@@ -54,8 +54,8 @@ def test_distinct_rows_are_ascending_and_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"records": 4}, r"has shape \(3, 2\), the index says \(4, 2\)"),
-        ({"columns": ("a",)}, r"has shape \(3, 2\), the index says \(3, 1\)"),
+        ({"records": 4}, r"has int64 of shape \(3, 2\), the index says int64 of shape \(4, 2\)"),
+        ({"columns": ("a",)}, r"has int64 of shape \(3, 2\), the index says int64 of shape \(3, 1\)"),
         ({"fingerprint": "f" * 32}, "cannot be read"),
     ],
 )

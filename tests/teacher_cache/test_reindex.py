@@ -119,6 +119,7 @@ def test_an_empty_cache_has_an_empty_index(tmp_path: Path) -> None:
         "ok": True,
         "rows": 0,
         "spaces": {},
+        "tokens": {},
         "corpora": [],
         "left_out": [],
         "old": "",

@@ -16,7 +16,7 @@ from teacher_cache import workers as workers_module
 from teacher_cache.errors import MissingDependency, TeacherError, WorkerError
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
 from teacher_cache.teachers.base import Encoded
-from teacher_cache.workers import LocalWorkers, RayWorkers, Workers, _Crew, _shares, parse_workers
+from teacher_cache.workers import LocalWorkers, RayWorkers, Workers, _Crew, parse_workers, shares
 from tests.teacher_cache.small_caches import TOY, built, numbered, said
 from tests.teacher_cache.toy_variants import DiesAlways, DiesOnce, Refuses
 
@@ -125,7 +125,7 @@ def test_absent_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_actors_ask_for_what_a_node_can_grant(
     nodes: list[dict[str, float]], wanted: int | None, expected: tuple[int, dict[str, float]]
 ) -> None:
-    assert _shares(nodes, wanted) == expected
+    assert shares(nodes, wanted) == expected
 
 
 resources = st.fixed_dictionaries(
@@ -135,7 +135,7 @@ resources = st.fixed_dictionaries(
 
 @given(st.lists(resources, min_size=1, max_size=4), st.none() | st.integers(1, 40))
 def test_all_actors_find_room_at_once(nodes: list[dict[str, float]], wanted: int | None) -> None:
-    count, options = _shares(nodes, wanted)
+    count, options = shares(nodes, wanted)
     assert count == (wanted or max(1, sum(int(node.get("GPU", 0)) for node in nodes)))
     room = 0
     for node in nodes:

@@ -8,6 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertModel,
+    MPNetConfig,
+    MPNetModel,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -80,6 +82,21 @@ def write_xlm_roberta(folder: Path, *, seed: int = 0) -> Path:
         initializer_range=0.5,
     )
     return _write(folder, XLMRobertaModel, config, seed)
+
+
+def write_mpnet(folder: Path, *, seed: int = 0) -> Path:
+    size = write_tokenizer(folder, bos="<s>", eos="</s>", pad="<pad>", max_length=64)
+    config = MPNetConfig(
+        vocab_size=size,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=66,
+        pad_token_id=1,
+        initializer_range=0.5,
+    )
+    return _write(folder, MPNetModel, config, seed)
 
 
 def write_qwen3(folder: Path, *, seed: int = 0) -> Path:

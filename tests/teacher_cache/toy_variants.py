@@ -79,3 +79,42 @@ class DiesAlways(Variant):
 class Refuses(Variant):
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         raise TeacherError(f"no answer to {texts[0]!r}")
+
+
+class BadTokens(Variant):
+    """Gives token states that are NaN, infinite or too large, or attention that is NaN, for such texts."""
+
+    def encode_counted(self, texts: Sequence[str]) -> Encoded:
+        encoded = super().encode_counted(texts)
+        for row, text in enumerate(texts if encoded.by_token is not None else ()):
+            said = encoded.by_token[row]
+            value = {"nan": np.nan, "inf": np.inf, "huge": 1e6}.get(text.split()[0])
+            if value is not None:
+                said.states[-1, 3] = value
+            if text.startswith("blind") and said.attention is not None:
+                said.attention[0, 0, 0] = np.nan
+        return encoded
+
+
+class Changeable(Variant):
+    """Says something else, by its vectors, once its file is there."""
+
+    def encode_counted(self, texts: Sequence[str]) -> Encoded:
+        encoded = super().encode_counted(texts)
+        return replace(encoded, vectors=encoded.vectors[:, ::-1].copy()) if self.file.exists() else encoded
+
+
+class OtherWidth(Variant):
+    """Gives tokens of another width than its configuration says."""
+
+    def encode_counted(self, texts: Sequence[str]) -> Encoded:
+        encoded = super().encode_counted(texts)
+        by_token = [replace(said, states=said.states[:, 1:]) for said in encoded.by_token or ()]
+        return replace(encoded, by_token=by_token or None)
+
+
+class Silent(Variant):
+    """Gives vectors alone, whatever is asked."""
+
+    def encode_counted(self, texts: Sequence[str]) -> Encoded:
+        return replace(super().encode_counted(texts), by_token=None)

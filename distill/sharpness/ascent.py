@@ -1,9 +1,8 @@
-"""Sharpness-aware minimisation: the gradient is taken at the worst point near the weights, not at them.
+"""SAM (Foret et al., ICLR 2021) and ASAM (Kwon et al., ICML 2021): the gradient at the worst point near the weights.
 
-SAM (Foret et al., ICLR 2021) and ASAM (Kwon et al., ICML 2021). With g the gradient of the loss at w and T a
-diagonal scaling,
+With g the gradient of the loss at w and T a diagonal scaling,
 
-    eps = rho * T^2 g / (||T g|| + 1e-12)        norms over all parameters together
+    eps = rho * T^2 g / (||T g|| + 1e-12)        norms over all perturbed parameters together
 
 the loss is differentiated at w + eps, and the optimizer steps from w with that gradient. Scalings:
 
@@ -23,26 +22,20 @@ The second pass draws fresh dropout masks, as the published code does: the masks
 nothing here replays them.
 """
 
-import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from distill.errors import ConfigError
+from distill.sharpness.ascent_loss import AscentLoss
+from distill.sharpness.parameters import kind
 
 SCALINGS = ("none", "abs", "kwon")
-PRESETS: dict[str, dict[str, Any]] = {
-    "sam": {"scaling": "none", "rho": 0.05},
-    "asam": {"scaling": "abs", "rho": 0.05},
-    "asam-kwon": {"scaling": "kwon", "rho": 0.5, "eta": 0.01},
-}
-# How the trainer names the parameters that an objective owns.
-OBJECTIVE_PREFIX = "objective."
 
 
 @dataclass(frozen=True)
@@ -69,8 +62,15 @@ class SharpnessAware:
 
     The first gradient never enters `.grad`, so accumulated gradients stay and hooks on gradient accumulation
     (DDP's) do not fire: each process climbs its own loss. Under DDP the first forward belongs in `no_sync()`;
-    checkpointed activations need `use_reentrant=False`. Extra memory: one copy of the parameters, kept.
+    checkpointed activations need `use_reentrant=False`. Extra memory: one copy of the perturbed parameters,
+    kept. The first backward computes gradients of those parameters alone.
+
+    Attributes:
+        passes: forward and backward passes of a step with an ascent; a method of one pass needs no first loss.
+        climbs: what the first loss is where it is not the whole loss; making it is the caller's part.
     """
+
+    passes: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -79,6 +79,8 @@ class SharpnessAware:
         scaling: str,
         rho: float,
         eta: float = 0.0,
+        every: int = 1,
+        climbs: AscentLoss | None = None,
     ) -> None:
         """Take the parameters to perturb, all on one device; frozen ones are left out at each ascent.
 
@@ -87,6 +89,7 @@ class SharpnessAware:
             scaling: one of `SCALINGS`.
             rho: radius, > 0, in the norm of eps / T.
             eta: >= 0, added to |w| under "kwon".
+            every: steps whose number it divides have an ascent, the others are plain.
 
         Raises:
             ConfigError: an option out of its range, or `eta` where the scaling has no place for it.
@@ -99,7 +102,9 @@ class SharpnessAware:
             raise ConfigError(f"sharpness eta: expected a number >= 0, found {eta!r}")
         if eta and scaling != "kwon":
             raise ConfigError(f"sharpness eta: only scaling 'kwon' uses it, found {eta!r} with {scaling!r}")
-        self.scaling, self.rho, self.eta = scaling, rho, eta
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ConfigError(f"sharpness every: expected a whole number from 1 on, found {every!r}")
+        self.scaling, self.rho, self.eta, self.every, self.climbs = scaling, rho, eta, every, climbs
         # A tied parameter listed under two names is moved once, under the first.
         self._names: dict[Tensor, str] = {}
         for name, parameter in named_parameters:
@@ -107,17 +112,25 @@ class SharpnessAware:
         self._backups: dict[Tensor, Tensor] = {}
         self._last_norms: tuple[list[Tensor], Tensor] | None = None
 
+    def begin(self, step: int) -> bool:
+        """Told before every micro-batch which optimizer step, from 0 on, it is part of: does it have an ascent?"""
+        return step % self.every == 0
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Told, as often as one likes, which optimizer steps. Methods that need its state or its steps keep it."""
+
     @contextmanager
-    def ascended(self, loss: Tensor) -> Iterator[Ascent]:
+    def ascended(self, loss: Tensor | None = None) -> Iterator[Ascent]:
         """Inside, the weights are w + eps; afterwards, also after an exception, they are w bit for bit.
 
         Args:
             loss: scalar; its graph is used up. A loss times a `GradScaler`'s factor gives the same eps and
-                keeps float16 gradients from underflowing.
+                keeps float16 gradients from underflowing. A method of one pass does not look at it.
 
         If ||T g|| is not finite the weights stay and the block still runs: its own backward is then as bad,
         and whoever guards the step (a `GradScaler`, a check of the loss) sees it there.
         """
+        self._last_norms = None
         with torch.no_grad():
             ascent, moved, steps = self._steps(loss)
             originals = [self._backup(parameter) for parameter in moved]
@@ -127,6 +140,8 @@ class SharpnessAware:
             if moved:
                 with torch.no_grad():
                     torch._foreach_add_(moved, steps)
+                # An autocast around both passes keeps half-precision copies of w, and would go on with them.
+                torch.clear_autocast_cache()
             del steps  # a model's worth of memory that the second pass can use
             yield ascent
         finally:
@@ -134,12 +149,13 @@ class SharpnessAware:
             if moved:
                 with torch.no_grad():
                     torch._foreach_copy_(moved, originals)
+                torch.clear_autocast_cache()
 
     def perturbation_shares(self) -> dict[str, float]:
         """Share of ||eps||^2 of the last ascent by kind of parameter, largest first; they sum to 1.
 
-        Kinds: "projections" (the objective's own), "biases", "embeddings", "norm gains", "matrices". Empty
-        before the first ascent and after one that moved nothing. Waits for the device.
+        Kinds: see `distill.sharpness.parameters.kind`. Empty before the first ascent and after one that moved
+        nothing. Waits for the device.
         """
         if self._last_norms is None:
             return {}
@@ -150,45 +166,60 @@ class SharpnessAware:
             return {}
         shares: dict[str, float] = {}
         for parameter, square in zip(moved, squares.tolist(), strict=True):
-            kind = _kind(self._names[parameter], parameter)
-            shares[kind] = shares.get(kind, 0.0) + square / total
+            its = kind(self._names[parameter], parameter)
+            shares[its] = shares.get(its, 0.0) + square / total
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
-    def _steps(self, loss: Tensor) -> tuple[Ascent, list[Tensor], list[Tensor]]:
-        """The ascent, the parameters that move and their eps; none where the norm is not finite."""
-        self._last_norms = None
-        nothing = loss.new_zeros((), dtype=torch.float32)
+    def state_dict(self) -> dict[str, Tensor]:
+        """What steps to come depend on besides weights and optimizer; empty for most methods."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state_dict`, with the same parameters under the same names."""
+
+    def _gradients(self, loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters that have a gradient, and those, at least float32; never entered in `.grad`."""
         candidates = [parameter for parameter in self._names if parameter.requires_grad]
-        gradients = torch.autograd.grad(loss, candidates, allow_unused=True)
-        moved = [p for p, gradient in zip(candidates, gradients, strict=True) if gradient is not None]
+        gradients = torch.autograd.grad(loss, candidates, allow_unused=True) if candidates else ()
+        found = [(p, gradient) for p, gradient in zip(candidates, gradients, strict=True) if gradient is not None]
         # Half-precision products would underflow; for float32 this copies nothing.
-        directions = [_wide(gradient) for gradient in gradients if gradient is not None]
-        del gradients  # so that each is freed as its product replaces it below
+        return [parameter for parameter, _ in found], [wide(gradient) for _, gradient in found]
+
+    def _steps(self, loss: Tensor | None) -> tuple[Ascent, list[Tensor], list[Tensor]]:
+        """The ascent, the parameters that move and their eps; none where the norm is not finite."""
+        if loss is None:
+            raise TypeError(f"{type(self).__name__}.ascended takes the loss at the weights; found none")
+        moved, directions = self._gradients(loss)
         if not moved:
-            return Ascent(nothing, nothing, finite=True), [], []
+            return _standstill(loss.device), [], []
         scaled = [i for i, parameter in enumerate(moved) if self._scales(self._names[parameter])]
         if scaled:
             operators = self._operators([moved[i] for i in scaled])
             products = torch._foreach_mul([directions[i] for i in scaled], operators)
-            for i, product in zip(scaled, products, strict=True):
+            for i, product in zip(scaled, products, strict=True):  # each gradient is freed as its product takes over
                 directions[i] = product
-        gradient_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(directions)))
+        gradient_norm = total_norm(directions)
         if not bool(gradient_norm.isfinite()):
-            return Ascent(nothing, gradient_norm, finite=False), [], []
+            return Ascent(torch.zeros_like(gradient_norm), gradient_norm, finite=False), [], []
         if scaled:
             torch._foreach_mul_(products, operators)
+        return self._scaled_to(self.rho, moved, directions, gradient_norm)
+
+    def _scaled_to(
+        self, radius: float, moved: list[Tensor], directions: list[Tensor], norm: Tensor
+    ) -> tuple[Ascent, list[Tensor], list[Tensor]]:
         # Not in place: autograd may have handed out views of one tensor to several parameters.
-        steps = list(torch._foreach_mul(directions, self.rho / (gradient_norm + 1e-12)))
+        steps = list(torch._foreach_mul(directions, radius / (norm + 1e-12)))
         norms = torch.stack(torch._foreach_norm(steps))
         self._last_norms = (moved, norms)
-        return Ascent(torch.linalg.vector_norm(norms), gradient_norm, finite=True), moved, steps
+        return Ascent(torch.linalg.vector_norm(norms), norm, finite=True), moved, steps
 
     def _scales(self, name: str) -> bool:
         return self.scaling == "abs" or (self.scaling == "kwon" and "weight" in name)
 
     def _operators(self, parameters: list[Tensor]) -> list[Tensor]:
         """T per tensor. Under "abs" w itself: T enters a norm or twice, where the sign of w cancels."""
-        weights = [_wide(parameter.detach()) for parameter in parameters]
+        weights = [wide(parameter.detach()) for parameter in parameters]
         if self.scaling == "abs":
             return weights
         operators = list(torch._foreach_abs(weights))
@@ -203,36 +234,16 @@ class SharpnessAware:
         return kept
 
 
-def build_sharpness(
-    name: str, named_parameters: Iterable[tuple[str, nn.Parameter]], **overrides: Any
-) -> SharpnessAware | None:
-    """The preset of that name, with `rho` or `eta` replaced where given; None for "none", which ignores both.
-
-    Raises:
-        ConfigError: an unknown name or option, or a value out of its range.
-    """
-    unknown = sorted(overrides.keys() - {"rho", "eta"})
-    if unknown:
-        raise ConfigError(f"sharpness: unknown option {unknown[0]!r}; the options are rho and eta")
-    if name == "none":
-        return None
-    if name not in PRESETS:
-        known = ["none", *PRESETS]
-        near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise ConfigError(f"sharpness: nothing is called {name!r}; {hint}")
-    return SharpnessAware(named_parameters, **{**PRESETS[name], **overrides})
-
-
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
+    """In float32 if it is in half precision, else itself."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _kind(name: str, parameter: Tensor) -> str:
-    if name.startswith(OBJECTIVE_PREFIX):
-        return "projections"
-    if name.endswith("bias"):
-        return "biases"
-    if parameter.ndim < 2:
-        return "norm gains"
-    return "embeddings" if "embedding" in name.lower() else "matrices"
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """Euclidean norm over all of them together, a scalar tensor."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+
+
+def _standstill(device: torch.device) -> Ascent:
+    nothing = torch.zeros((), device=device)
+    return Ascent(nothing, nothing, finite=True)

@@ -1,0 +1,212 @@
+"""Jasper and Stella (Zhang et al., 2024): the teacher's vectors, their similarities, and the order of these.
+
+    loss = cosine_weight * COS + similarity_weight * SIM + triplet_weight * TRI
+
+With s = e W the `(B, d_T)` head of the student's last pooled state e, t the teacher's vectors, S and T the
+`(B, B)` cosines within the batch, p and q two of the P = B (B - 1) / 2 pairs of texts:
+
+    COS = mean_i (1 - cos(s_i, t_i))
+    SIM = (1 / B^2) ||S - T||_F^2
+    TRI = mean over {p, q} of relu(margin - sign(T_p - T_q) (S_p - S_q))
+
+SIM and TRI are means over the full width and the shorter `prefixes` of s, each scaled to length 1 again, against
+the teacher at full width (Matryoshka). In the first `stage_one_epochs` epochs the student stands still and the
+head alone learns: counted by `advance`, and only where somebody calls it.
+
+Several teachers are several spaces of the same rows: their unit vectors arrive side by side, over the root of
+their number, which is the concatenation that the authors train on. Nothing here knows of it.
+
+The authors' code (preset "paper"), the TALAS authors' port of it (preset "talas-port"), and where we differ:
+- The head has a bias in both. An exported projection is a linear map, so here there is none unless `bias=True`,
+  and a head that has one is not exported. Little is lost: states behind a LayerNorm, and means of them, have a
+  direction in which all are equal, and a linear map makes its constant of that.
+- The paper's stages freeze different parts, the authors' code has no stages; the port has these two.
+- Two pairs that the teacher finds equally similar have no order and add nothing; in the codes they take the one
+  that their places in the batch give them.
+- TRI has P^2 entries, 66 million for 128 texts. Its relu is linear in S once it is known which pairs are too
+  close, so value and gradient come from counts, taken a few rows at a time: exact, without the P^2 floats.
+- The port has a head of its own for every width, compared with the student's full head instead of the teacher
+  (`matryoshka="heads"`), and sums their terms. Its weights are 0.5, 2, 0.5; stage one trains the full head alone,
+  stage two takes all that at 0.5 beside InfoNCE of the pooled states at 0.5. Its full head is 1,024 wide, which
+  only fits such a teacher; here it is d_T, and no short head is wider.
+- The port begins stage two with a new optimizer and schedule; here one schedule spans both.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
+from distill.objectives.options import check, check_choice, check_count, check_positive, check_weight
+from distill.objectives.simcse import info_nce
+
+MATRYOSHKA = ("prefixes", "heads")
+# Differences of pairs that `order_loss` holds at a time: 4 MiB a float32 tensor.
+BLOCK = 1 << 20
+
+
+def order_loss(scores: Tensor, guide: Tensor, margin: float) -> Tensor:
+    """`mean over {p, q} of relu(margin - sign(guide_p - guide_q) (scores_p - scores_q))`, ties of the guide adding 0.
+
+    Args:
+        scores, guide: `(P,)` float32; no gradient flows into the guide. Fewer than 2 give 0.
+        margin: by how much two scores must differ in the guide's direction.
+    """
+    count = len(scores)
+    with torch.no_grad():
+        slopes = torch.zeros_like(scores)  # of the sum over pairs, by every score
+        close = scores.new_zeros(())  # pairs closer than the margin, each counted from both ends
+        for start in range(0, count, max(1, BLOCK // max(1, count))):
+            rows = slice(start, start + max(1, BLOCK // count))
+            above = torch.sign(guide[rows, None] - guide)
+            above *= above * (scores[rows, None] - scores) < margin
+            slopes[rows] = -above.sum(1)
+            close += above.abs_().sum()
+        centre = scores.mean() if count else 0  # the slopes sum to 0: taking the mean off saves digits
+    return ((slopes * (scores - centre)).sum() + margin * close / 2) / max(1, count * (count - 1) // 2)
+
+
+class Jasper(Objective):
+    """The terms are "cosine", "similarity", "triplet", and "simcse" where it has a weight.
+
+    A term of weight 0 is neither computed nor returned.
+    """
+
+    needs = Needs()
+    terms = ("cosine", "similarity", "triplet", "simcse")
+    second_view_terms = frozenset({"simcse"})
+    student_from = 2.0
+    presets: ClassVar[dict[str, dict[str, object]]] = {
+        "paper": {"bias": True},
+        "talas-port": {
+            "bias": True,
+            "matryoshka": "heads",
+            "cosine_weight": 0.5,
+            "similarity_weight": 2.0,
+            "triplet_weight": 0.5,
+            "simcse_weight": 0.5,
+            "mask_duplicates": False,
+        },
+    }
+
+    def __init__(
+        self,
+        student: StudentShape,
+        teacher: TeacherShape,
+        *,
+        cosine_weight: float = 10.0,
+        similarity_weight: float = 200.0,
+        triplet_weight: float = 20.0,
+        simcse_weight: float = 0.0,
+        margin: float = 0.015,
+        prefixes: Sequence[int] = (512, 256, 128),
+        matryoshka: str = "prefixes",
+        bias: bool = False,
+        stage_one_epochs: float = 2,
+        temperature: float = 0.1,
+        mask_duplicates: bool = True,
+    ) -> None:
+        """Allocate the head, in torch's default initial values.
+
+        Args:
+            simcse_weight: share, below 1, of InfoNCE between two views of the pooled state in stage two; the other
+                terms share the rest.
+            margin: of the triplet term, in cosines.
+            prefixes: widths below d_T that are trained too; others are left out.
+            matryoshka: "prefixes" cuts the head's vector; "heads" learns a head for each width, which follows
+                the student's own full head.
+            bias: of the heads; with one, `projection` is None.
+            stage_one_epochs: in which the heads alone learn; 0 is one stage.
+            temperature: of InfoNCE.
+            mask_duplicates: texts equal to row i's are no negatives of row i in InfoNCE.
+
+        Raises:
+            ConfigError: an option out of its range.
+        """
+        super().__init__()
+        weights = {
+            "cosine_weight": cosine_weight,
+            "similarity_weight": similarity_weight,
+            "triplet_weight": triplet_weight,
+        }
+        for name, weight in {**weights, "simcse_weight": simcse_weight, "stage_one_epochs": stage_one_epochs}.items():
+            check_weight(name, weight)
+        check("*_weight", weights, "at least one above 0", any(weights.values()))
+        check("simcse_weight", simcse_weight, "a number below 1", simcse_weight < 1)
+        check_weight("margin", margin)
+        check(
+            "prefixes", prefixes, "a list of widths", isinstance(prefixes, Sequence) and not isinstance(prefixes, str)
+        )
+        for width in prefixes:
+            check_count("prefixes", width, 1, None)
+        check_choice("matryoshka", matryoshka, MATRYOSHKA)
+        check_positive("temperature", temperature)
+
+        self.weights = weights
+        self.simcse_weight, self.temperature, self.mask_duplicates = simcse_weight, temperature, mask_duplicates
+        self.margin = margin
+        self.needs = Needs(views=2 if simcse_weight else 1)
+        self.student_from, self.in_stage_one = float(stage_one_epochs), False
+        self.prefixes = sorted({width for width in prefixes if width < teacher.dim}, reverse=True)
+        self.head = nn.Linear(student.dim, teacher.dim, bias=bias)
+        related = matryoshka == "heads" and (similarity_weight or triplet_weight)
+        self.short_heads = nn.ModuleList(
+            nn.Linear(student.dim, width, bias=bias) for width in (self.prefixes if related else ())
+        )
+
+    def advance(self, epoch: float) -> None:
+        """Stage one lasts until `stage_one_epochs`; before the first call all learn."""
+        self.in_stage_one = epoch < self.student_from
+
+    def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
+        """The weighted terms, float32 scalars, whatever the autocast state around."""
+        pooled = student.view(0)[-1]
+        if self.in_stage_one:
+            pooled = pooled.detach()
+        with torch.autocast(pooled.device.type, enabled=False):
+            terms = self._terms(pooled.float(), unit(teacher.vectors.detach()))
+        if self.in_stage_one or not self.simcse_weight:
+            return terms
+        terms = {name: (1 - self.simcse_weight) * value for name, value in terms.items()}
+        if student.views > 1:
+            text_ids = teacher.text_ids if self.mask_duplicates else None
+            contrast = info_nce(pooled, student.view(1)[-1], self.temperature, text_ids)
+            terms["simcse"] = self.simcse_weight * contrast
+        return terms
+
+    def projection(self) -> Tensor | None:
+        """`(d_T, d_s)` weight of the head; None where it has a bias, without which it gives other vectors."""
+        return self.head.weight if self.head.bias is None else None
+
+    def _terms(self, pooled: Tensor, target: Tensor) -> dict[str, Tensor]:
+        said = unit(self.head(pooled))
+        terms = {}
+        if self.weights["cosine_weight"]:
+            terms["cosine"] = self.weights["cosine_weight"] * (1 - (said * target).sum(-1)).mean()
+        compared = self._compared(pooled, said, target)
+        if self.weights["similarity_weight"]:
+            gaps = torch.stack([(mine @ mine.T - theirs @ theirs.T).square().mean() for mine, theirs in compared])
+            terms["similarity"] = self.weights["similarity_weight"] * self._over_widths(gaps)
+        if self.weights["triplet_weight"]:
+            first, second = torch.triu_indices(len(pooled), len(pooled), 1, device=pooled.device)
+            orders = torch.stack(
+                [
+                    order_loss((mine @ mine.T)[first, second], (theirs @ theirs.T)[first, second], self.margin)
+                    for mine, theirs in compared
+                ]
+            )
+            terms["triplet"] = self.weights["triplet_weight"] * self._over_widths(orders)
+        return terms
+
+    def _compared(self, pooled: Tensor, said: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Unit vectors of every width with those that they follow."""
+        if self.short_heads and self.in_stage_one:
+            return [(said, target)]
+        if self.short_heads:
+            return [(said, target), *((unit(head(pooled)), said) for head in self.short_heads)]
+        return [(said, target), *((unit(said[:, :width]), target) for width in self.prefixes)]
+
+    def _over_widths(self, losses: Tensor) -> Tensor:
+        return losses.sum() if self.short_heads else losses.mean()

@@ -1,0 +1,39 @@
+"""What a run folder holds, by name, and how its records are read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from distill.errors import RunFolderError
+from teacher_cache.teachers.folder import RUN_RECORD as RECORD
+from teacher_cache.teachers.folder import STUDENT as FINAL
+
+CONFIG = "config.yaml"
+SCORES = "eval.json"
+
+__all__ = ["CONFIG", "FINAL", "RECORD", "SCORES", "is_finished", "is_run_folder", "read_record"]
+
+
+def is_run_folder(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run of this folder says that it ended, and its student is there."""
+    return (folder / FINAL).is_dir() and (read_record(folder) or {}).get("status") == "finished"
+
+
+def read_record(folder: Path, name: str = RECORD) -> dict[str, Any] | None:
+    """A JSON record of the folder; None where there is none.
+
+    Raises:
+        RunFolderError: it is not JSON.
+    """
+    path = folder / name
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RunFolderError(f"{path} is not JSON: {error}; remove it, or choose another folder") from error
+    return record

@@ -1,0 +1,169 @@
+"""LookSAM (Liu et al., CVPR 2022): the part of SAM's gradient that flattens is kept and used for k steps.
+
+With g the gradient at w and g_s the one at w + eps, every k-th step is SAM's own, and keeps
+
+    g_v = g_s - (g_s . u) u        u = g / ||g||
+
+the part of g_s that plain descent would not have taken. The k - 1 steps after it have one pass and go along
+
+    g + alpha * ||g|| / ||g_v|| * g_v
+
+Norms and products run over all perturbed parameters together. The paper trains with k = 5 and alpha = 0.7.
+
+g_s and g are those of the whole step: summed over its micro-batches, and over the processes, so that all of
+them keep the same g_v. The correction is made as the optimizer begins to step: after clipping and unscaling, and
+not in a step that a `GradScaler` skips.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distill.errors import ConfigError, RunFolderError
+from distill.sharpness.ascent import Ascent, SharpnessAware, total_norm, wide
+
+
+class LookSam(SharpnessAware):
+    """SAM at every k-th step; in between the kept direction corrects plain gradients.
+
+    Call `attach` with the optimizer, and `begin` before every micro-batch. Memory beyond SAM's: one tensor for
+    each perturbed parameter, at least float32.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        rho: float,
+        every: int,
+        alpha: float,
+    ) -> None:
+        """See `SharpnessAware`.
+
+        Args:
+            every: k.
+            alpha: >= 0, length of the correction as a share of the gradient's.
+
+        Raises:
+            ConfigError: an option out of its range.
+        """
+        super().__init__(named_parameters, scaling="none", rho=rho, every=every)
+        if not (isinstance(alpha, int | float) and 0 <= alpha < float("inf")):
+            raise ConfigError(f"sharpness alpha: expected a number >= 0, found {alpha!r}")
+        self.alpha = alpha
+        self._step: int | None = None
+        self._ascends = True
+        # g of the step at hand, summed; it becomes the direction in place, when the optimizer steps.
+        self._gathered: dict[Tensor, Tensor] = {}
+        self._direction: dict[Tensor, Tensor] = {}  # g_v / ||g_v||
+        self._buffers: dict[Tensor, Tensor] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._hook: Any = None
+
+    def begin(self, step: int) -> bool:
+        """Every k-th step ascends, and any step for which there is no direction."""
+        if step != self._step:
+            self._step = step
+            self._gathered.clear()  # left behind by a step that the optimizer did not take
+            self._ascends = step % self.every == 0 or not self._direction
+        return self._ascends
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is self._optimizer:
+            return
+        if self._hook is not None:
+            self._hook.remove()
+        self._optimizer = optimizer
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    @contextmanager
+    def ascended(self, loss: Tensor | None = None) -> Iterator[Ascent]:
+        try:
+            with super().ascended(loss) as ascent:
+                yield ascent
+        except BaseException:
+            self._gathered.clear()
+            raise
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The kept direction by the names of the parameters."""
+        return {self._names[parameter]: kept for parameter, kept in self._direction.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises `RunFolderError` where names or shapes are not those of the parameters."""
+        shapes = {name: parameter.shape for parameter, name in self._names.items()}
+        for name, kept in state.items():
+            if shapes.get(name) != kept.shape:
+                raise RunFolderError(
+                    f"the direction that looksam kept was of other parameters: {name} of shape {tuple(kept.shape)}"
+                )
+        # In the parameters' order, which a file does not keep: norms are sums, and rounding sees their order.
+        self._direction = {
+            parameter: self._buffer(parameter).copy_(state[name])
+            for parameter, name in self._names.items()
+            if name in state
+        }
+        self._gathered.clear()
+        self._step = None
+
+    def _gradients(self, loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        parameters, gradients = super()._gradients(loss)
+        self._direction = {}  # its buffers are those of the sum
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter in self._gathered:
+                self._gathered[parameter].add_(gradient)
+            else:
+                self._gathered[parameter] = self._buffer(parameter).copy_(gradient)
+        return parameters, gradients
+
+    @torch.no_grad()
+    def _before_step(self, *_: Any) -> None:
+        if self._gathered:
+            self._keep()
+        elif self._direction:
+            self._correct()
+
+    def _keep(self) -> None:
+        """From g and, in `.grad`, g_s to the direction; none where it is not finite or nothing is left of it."""
+        gathered = self._gathered
+        kept = {p: gathered[p] for p in self._names if p in gathered and p.grad is not None}
+        self._gathered = {}
+        if not kept:
+            return
+        vectors = list(kept.values())
+        _sum_over_processes(vectors)
+        slopes = [wide(parameter.grad) for parameter in kept if parameter.grad is not None]
+        # Both are made unit vectors first: a loss scale could carry their squares out of float32's range.
+        torch._foreach_div_(vectors, total_norm(vectors))
+        along = torch.stack([(u * g).sum() for u, g in zip(vectors, slopes, strict=True)]).sum()
+        torch._foreach_mul_(vectors, -along)
+        torch._foreach_add_(vectors, slopes)
+        norm = total_norm(vectors)
+        if bool(norm.isfinite()) and bool(norm > 0):
+            torch._foreach_div_(vectors, norm)
+            self._direction = kept
+
+    def _correct(self) -> None:
+        pairs = [(p.grad, kept) for p, kept in self._direction.items() if p.grad is not None]
+        if pairs:
+            length = self.alpha * total_norm([wide(gradient) for gradient, _ in pairs])
+            for gradient, kept in pairs:
+                gradient.add_(kept * length)
+
+    def _buffer(self, parameter: Tensor) -> Tensor:
+        found = self._buffers.get(parameter)
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        if found is None or (found.device, found.dtype) != (parameter.device, dtype):
+            found = self._buffers[parameter] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return found
+
+
+def _sum_over_processes(tensors: list[Tensor]) -> None:
+    """Of data-parallel processes; g_s is their mean already, and of g only the direction counts."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        for work in [distributed.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()

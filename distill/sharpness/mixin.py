@@ -1,0 +1,110 @@
+"""Sharpness-aware steps in a `transformers.Trainer` or sentence-transformers' own."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from distill.errors import ConfigError
+from distill.sharpness.ascent import Ascent, SharpnessAware
+
+# What a method must remember, in a checkpoint.
+STATE = "sharpness.safetensors"
+
+
+class SharpnessMixin:
+    """Two passes a step when `sharpness` is set; put it before a Trainer class.
+
+    Pass 1 gives the ascent direction without touching `.grad`; pass 2 is Trainer's own step, taken at the
+    perturbed weights, so that accumulation, mixed precision, clipping and DDP stay Trainer's business.
+    Under gradient accumulation every micro-batch has its own ascent; steps are counted by `state.global_step`, so
+    that all micro-batches of a step are alike and a resumed training agrees with an uninterrupted one.
+
+    The loss that is logged is pass 1's, the loss at the weights themselves; pass 2's, at w + eps, where the first
+    pass computes only part of the loss or there is no first pass. Loss components that a
+    SentenceTransformerTrainer logs are means over both passes.
+
+    Attributes:
+        ascending: the step is in its second pass.
+        logged: the loss of the pass at hand is the one that is logged.
+        last_ascent: of the latest step that had one, with the loss at w + eps minus the loss at w; None for that
+            where the loss at w was not computed.
+        ascent_step: `state.global_step` at that step; -1 before the first one.
+    """
+
+    sharpness: SharpnessAware | None = None
+    ascending: bool = False
+    logged: bool = True
+    last_ascent: tuple[Ascent, Tensor | None] | None = None
+    ascent_step: int = -1
+
+    def ascent_loss(
+        self: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What pass 1 climbs, and the whole loss at the weights; None for that where it was not computed.
+
+        Raises:
+            ConfigError: this trainer does not know the terms of its loss, which the method asks for.
+        """
+        if self.sharpness.climbs is not None:
+            raise ConfigError(
+                "sharpness: ascent_terms and disam need a trainer that knows the terms and domains of its loss, as "
+                f"DistillTrainer does; {type(self).__name__} overrides no ascent_loss"
+            )
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss, loss
+
+    def training_step(self: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        one_pass = super().training_step  # type: ignore[misc]
+        sharpness = self.sharpness
+        if sharpness is None:
+            return one_pass(model, inputs, num_items_in_batch)
+        sharpness.attach(getattr(self.optimizer, "optimizer", self.optimizer))  # accelerate wraps torch's
+        if not sharpness.begin(self.state.global_step):
+            return one_pass(model, inputs, num_items_in_batch)
+        if sharpness.passes == 1:
+            with sharpness.ascended() as ascent:
+                loss: Tensor = one_pass(model, inputs, num_items_in_batch)
+            self.last_ascent, self.ascent_step = (ascent, None), self.state.global_step
+            return loss
+        model.train()
+        # Each rank climbs its own loss: this forward must not make DDP expect a synchronised backward.
+        with self.accelerator.no_sync(model), self.compute_loss_context_manager():
+            climbed, at_weights = self.ascent_loss(model, self._prepare_inputs(inputs), num_items_in_batch)
+        scaler = getattr(self.accelerator, "scaler", None)
+        self.ascending, self.logged = True, at_weights is None
+        try:
+            with sharpness.ascended(climbed if scaler is None else scaler.scale(climbed)) as ascent:
+                perturbed: Tensor = one_pass(model, inputs, num_items_in_batch)
+        finally:
+            self.ascending, self.logged = False, True
+        self.last_ascent, self.ascent_step = (ascent, None), self.state.global_step
+        if at_weights is None:
+            return perturbed
+        # Trainer divides the loss by the micro-batches of a step, unless the model has done so itself.
+        divided = self.compute_loss_func is not None or (
+            self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        )
+        share = 1 if divided else self.current_gradient_accumulation_steps
+        at_weights = at_weights.detach() / share
+        self.last_ascent = (ascent, (perturbed - at_weights) * share)
+        return at_weights
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        state = {} if self.sharpness is None else self.sharpness.state_dict()
+        if state and self.args.should_save:
+            from safetensors.torch import save_file
+
+            save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(Path(output_dir) / STATE))
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is None or self.sharpness is None:
+            return
+        kept = Path(checkpoint) / STATE
+        if kept.exists():
+            from safetensors.torch import load_file
+
+            self.sharpness.load_state_dict(load_file(str(kept)))

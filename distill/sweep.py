@@ -1,0 +1,336 @@
+"""Many runs over one cache: a list of settings, a grid of them, or a grid over a list.
+
+Every run is resolved and checked before the first one starts. Each is then an ordinary run in a process of its
+own; the same sweep again passes over what is finished, goes on with what was interrupted and tries again what
+failed.
+"""
+
+import itertools
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from distill.comparison import Comparison, compare, read_row
+from distill.config import RunConfig, build_config, put, read_yaml
+from distill.errors import ConfigError
+from distill.launch import Order, launcher
+from distill.report.comparison import setting, short_keys
+from distill.run_folder import is_finished
+from teacher_cache.errors import KnownError
+from teacher_cache.workers import parse_workers
+
+LONGEST_NAME = 100
+SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of the sweep's list: `set` is dotted keys with their values."""
+
+    name: str = ""
+    set: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a sweep, checked."""
+
+    name: str
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output_dir)
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_name(f"{self.name}.log")
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """What a sweep's YAML file says.
+
+    Attributes:
+        output_dir: the run folders are made in it, named after the runs.
+        base: a run configuration, which every run starts from.
+        grid: dotted key -> list of values; every combination is a run.
+        runs: a list of runs; the grid is applied to each.
+        data: folder of the tasks' files; None leaves the students unscored.
+        tasks: names of tasks; None is all nine.
+        dtype: precision of the scoring: "auto", "fp32" or "bf16".
+        parallel: runs at once, with `workers: local`.
+        workers: "local", "ray" or "ray:N" for N runs at once.
+        gpus_per_run: with Ray, share of one GPU that a run takes.
+    """
+
+    output_dir: str = ""
+    base: Mapping[str, Any] = field(default_factory=dict)
+    grid: Mapping[str, Any] = field(default_factory=dict)
+    runs: tuple[Entry, ...] = ()
+    data: str | None = None
+    tasks: tuple[str, ...] | None = None
+    dtype: str = "auto"
+    parallel: int = 1
+    workers: str = "local"
+    gpus_per_run: float | None = None
+
+    @classmethod
+    def load(cls, path: str | Path) -> "SweepConfig":
+        """From a YAML file.
+
+        Raises:
+            ConfigError: it cannot be read, a key is unknown or a value has the wrong type.
+        """
+        values = read_yaml(Path(path))
+        runs = values.pop("runs", None) or []
+        if not isinstance(runs, list):
+            raise ConfigError(f"runs is {runs!r}; expected a list of runs, each with `name` and `set`")
+        config: SweepConfig = build_config(cls, values, "")
+        entries = tuple(build_config(Entry, entry, f"runs[{place}].") for place, entry in enumerate(runs))
+        return replace(config, runs=entries)
+
+    def plan(self) -> list[Planned]:
+        """Every run, named, resolved and checked, in the order of the file.
+
+        Raises:
+            KnownError: a setting that no run can use, two runs that are one, or something named that is not there.
+        """
+        self._check()
+        points = [(entry, point) for entry in self.runs or (Entry(),) for point in self._points()]
+        names = _names([(entry.name, {} if entry.name else entry.set, point) for entry, point in points])
+        planned = [
+            Planned(name, self._resolved(name, dict(entry.set) | point))
+            for name, (entry, point) in zip(names, points, strict=True)
+        ]
+        settled: dict[str, str] = {}
+        for one in planned:
+            resolved = replace(one.config, output_dir="").to_yaml()
+            if resolved in settled:
+                raise ConfigError(f"runs {settled[resolved]} and {one.name} are one and the same; leave one out")
+            settled[resolved] = one.name
+        _check_each(planned)
+        if self.data is not None:
+            from distill.evaluation.evaluator import nine_tasks
+            from distill.evaluation.scores import settled_dtype
+
+            settled_dtype(self.dtype)
+            nine_tasks(Path(self.data), self.tasks)
+        return planned
+
+    def _check(self) -> None:
+        if not self.output_dir:
+            raise ConfigError("output_dir is not set: the folder that the run folders are made in")
+        if not self.grid and not self.runs:
+            raise ConfigError("nothing to run: give a grid, a list of runs, or both")
+        parse_workers(self.workers)
+        if self.parallel < 1:
+            raise ConfigError(f"parallel is {self.parallel}; expected at least 1")
+        if self.parallel > 1 and self.workers != "local":
+            raise ConfigError(f"parallel is for workers: local; write workers: ray:{self.parallel} for as many on Ray")
+        if self.gpus_per_run is not None:
+            if self.workers == "local":
+                raise ConfigError("gpus_per_run is for workers: ray; here parallel says how many share a GPU")
+            if not 0 < self.gpus_per_run <= 1:
+                raise ConfigError(f"gpus_per_run is {self.gpus_per_run:g}; expected more than 0 and at most 1")
+        if self.data is None and self.tasks is not None:
+            raise ConfigError("tasks are named, but no data to score on; set data, or leave tasks out")
+        twice = [name for name, count in Counter(entry.name for entry in self.runs).items() if name and count > 1]
+        if twice:
+            raise ConfigError(f"two runs are called {twice[0]!r}; names tell runs apart")
+        for entry in self.runs:
+            for key in sorted(entry.set.keys() & self.grid.keys()):
+                raise ConfigError(
+                    f"run {entry.name or 'without a name'} sets {key}, and so does the grid; leave one out"
+                )
+        for key, values in self.grid.items():
+            if not isinstance(values, list) or not values:
+                raise ConfigError(f"grid.{key} is {values!r}; expected a list of values")
+
+    def _points(self) -> Iterator[dict[str, Any]]:
+        for values in itertools.product(*self.grid.values()):
+            yield dict(zip(self.grid, values, strict=True))
+
+    def _resolved(self, name: str, changes: Mapping[str, Any]) -> RunConfig:
+        values = deepcopy(dict(self.base))
+        try:
+            if "output_dir" in values or "output_dir" in changes:
+                raise ConfigError("output_dir is the sweep's to choose; leave it out")
+            for key, value in changes.items():
+                put(values, key.replace("-", "_"), deepcopy(value))
+            config: RunConfig = build_config(RunConfig, values, "")
+            config = replace(config, output_dir=str(Path(self.output_dir) / name))
+            config.check()
+            if not config.cache:
+                raise ConfigError("cache is not set; name it in base")
+        except KnownError as error:
+            raise ConfigError(f"run {name}: {error}") from error
+        return config
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    """Runs that have ended, of how many, and the names of those that run."""
+
+    done: int
+    total: int
+    running: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What a sweep left.
+
+    Attributes:
+        finished_before: runs that were finished, and scored, before this call.
+        failed: name -> why, in one line.
+        seconds: that this call took.
+    """
+
+    output_dir: str
+    finished_before: int
+    failed: Mapping[str, str]
+    seconds: float
+    comparison: Comparison
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "output_dir": self.output_dir,
+            "finished_before": self.finished_before,
+            "failed": dict(self.failed),
+            "seconds": self.seconds,
+            **self.comparison.to_json(),
+        }
+
+
+def sweep(
+    config: SweepConfig,
+    *,
+    announce: Callable[[str], None] = lambda line: None,
+    report: Callable[[SweepProgress], None] = lambda progress: None,
+) -> SweepResult:
+    """Do every run that is not finished, and compare them all. A run that fails does not stop the others.
+
+    Args:
+        announce: is told of every run that ends.
+        report: called when a run starts or ends.
+
+    Raises:
+        KnownError: anything that is wrong before the first run starts.
+    """
+    started = time.monotonic()
+    planned = config.plan()
+    waiting = [one for one in planned if not _is_done(config, one)]
+    finished_before = len(planned) - len(waiting)
+    if finished_before:
+        announce(f"{finished_before} of {len(planned)} runs are finished already")
+    failed: dict[str, str] = {}
+    if waiting:
+        since: dict[str, float] = {}
+        done = finished_before
+        with (
+            launcher(config.workers, config.parallel, config.gpus_per_run) as launched,
+            closing(launched.run([_order(config, one) for one in waiting])) as events,
+        ):
+            report(SweepProgress(done, len(planned), ()))
+            for event in events:
+                if event.ended:
+                    seconds = time.monotonic() - since.pop(event.name)
+                    done += 1
+                    if event.error is not None:
+                        failed[event.name] = event.error
+                    announce(
+                        f"{event.name} {f'failed: {event.error}' if event.error else f'finished in {seconds:.0f} s'}"
+                    )
+                else:
+                    since[event.name] = time.monotonic()
+                report(SweepProgress(done, len(planned), tuple(since)))
+    rows = [read_row(one.folder, one.name, one.config, failed.get(one.name)) for one in planned]
+    return SweepResult(
+        output_dir=config.output_dir,
+        finished_before=finished_before,
+        failed=failed,
+        seconds=round(time.monotonic() - started, 3),
+        comparison=compare(rows),
+    )
+
+
+def _is_done(config: SweepConfig, planned: Planned) -> bool:
+    """Whether the folder holds this very run, finished and, where it is wanted, scored.
+
+    Raises:
+        RunFolderError: it holds another one.
+    """
+    if not is_finished(planned.folder):
+        return False
+    from distill.evaluation.scores import kept_scores
+    from distill.run import run
+
+    run(planned.config)  # compares settings and digests, and trains nothing that is finished
+    if config.data is None:
+        return True
+    return kept_scores(planned.folder, Path(config.data), config.tasks, config.dtype) is not None
+
+
+def _order(config: SweepConfig, planned: Planned) -> Order:
+    content = {
+        "config": asdict(planned.config),
+        "data": config.data,
+        "tasks": config.tasks,
+        "dtype": config.dtype,
+    }
+    return Order(planned.name, content, planned.log)
+
+
+def _check_each(planned: Sequence[Planned]) -> None:
+    """Refuse, by name, a run that could not begin."""
+    from distill.run import check_run
+
+    for one in planned:
+        try:
+            check_run(one.config)
+        except KnownError as error:
+            raise ConfigError(f"run {one.name}: {error}") from error
+
+
+def _names(points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
+    """A name for each `(given name, settings of the list, point of the grid)`, safe as a folder's name.
+
+    Raises:
+        ConfigError: a given name that is not safe.
+    """
+    names: list[str] = []
+    for given, chosen, point in points:
+        if given and not SAFE.fullmatch(given):
+            raise ConfigError(
+                f"run {given!r} cannot be a folder's name; use letters, digits and . _ = + -, a letter or digit first"
+            )
+        settings = {**chosen, **point}
+        parts = [given] if given else []
+        for key, short in zip(settings, short_keys(list(settings)), strict=True):
+            label = "" if short.endswith((".name", ".model")) else f"{_safe(short)}="
+            parts.append(label + _safe(settings[key]))
+        names.append("-".join(parts))
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    return [
+        _digested(name, {"name": given, **chosen, **point}) if name in twice or len(name) > LONGEST_NAME else name
+        for name, (given, chosen, point) in zip(names, points, strict=True)
+    ]
+
+
+def _safe(value: Any) -> str:
+    text = Path(value).name if isinstance(value, str) and "/" in value else setting(value)
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "_", text).strip("_.") or "none"
+
+
+def _digested(name: str, settings: Mapping[str, Any]) -> str:
+    digest = blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
+    return f"{name[:LONGEST_NAME]}-{digest}"

@@ -1,0 +1,64 @@
+"""Several embedding spaces of the same rows, read as one: two teachers of one student.
+
+The unit vectors of the spaces stand side by side, over the root of their number: a joint vector has unit length,
+and the cosine of two of them is the mean of the spaces' cosines.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from teacher_cache.errors import CacheError
+from teacher_cache.storage.codec import NumberFormat, Stored, number_format
+from teacher_cache.view import SpaceView
+
+
+class JointSpace:
+    """Reads rows of two or more spaces of one cache; for reading alone.
+
+    Attributes:
+        dims: the sum of the spaces' widths.
+
+    Raises:
+        CacheError: fewer than two spaces, or one of them twice.
+    """
+
+    def __init__(self, spaces: Sequence[SpaceView]) -> None:
+        slugs = [space.slug for space in spaces]
+        if len(set(slugs)) < max(2, len(slugs)):
+            raise CacheError(f"several spaces were asked for, expected two or more different ones, found {slugs}")
+        self.spaces = tuple(spaces)
+        self.slug = "+".join(slugs)
+        self.dims = sum(space.dims for space in spaces)
+        self.form: NumberFormat = number_format("float32")
+        self.tokens = None
+
+    def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """`(n,)`: which rows have a vector in every space."""
+        return np.asarray(np.logical_and.reduce([space.present(rows) for space in self.spaces]))
+
+    def quarantined(self) -> dict[int, str]:
+        """Row -> why a space refused its vector."""
+        return {row: reason for space in reversed(self.spaces) for row, reason in space.quarantined().items()}
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """`(n, dims)` float32 joint vectors of n rows.
+
+        Raises:
+            MissingRows: a row has no vector in one of the spaces.
+        """
+        joint = np.empty((len(rows), self.dims), dtype=np.float32)
+        self.gather_stored(rows, joint)
+        return joint
+
+    def gather_stored(self, rows: npt.NDArray[np.int64], out: Stored) -> Stored:
+        """The same into an array; what is "stored" here is float32."""
+        scale = np.float32(1 / np.sqrt(len(self.spaces)))
+        begin = 0
+        for space in self.spaces:
+            part = space.gather(rows)
+            part *= scale / np.linalg.norm(part, axis=1, keepdims=True)
+            out[:, begin : begin + space.dims] = part
+            begin += space.dims
+        return out

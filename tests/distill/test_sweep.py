@@ -1,0 +1,426 @@
+"""A sweep's plan, and what it does with its runs; here they run in threads, in test_sweep_processes as they are."""
+
+import fcntl
+import json
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from cli.distill import main
+from distill import launch
+from distill import sweep as sweep_module
+from distill.comparison import Figure
+from distill.errors import ConfigError, RunFolderError
+from distill.job import work
+from distill.launch import Event, Launcher, Order
+from distill.sweep import SweepConfig, SweepProgress, SweepResult, sweep
+from tests.distill.tiny_tasks import TASKS, write_tasks
+
+
+class InThreads(Launcher):
+    """What a run's process does, without the process."""
+
+    def _start(self, order: Order) -> str | None:
+        work(json.loads(json.dumps(order.content)))
+        return None
+
+    def _stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def launcher(workers: str, parallel: int, gpus_per_run: float | None) -> Iterator[Launcher]:
+        yield InThreads(1)
+
+    monkeypatch.setattr(sweep_module, "launcher", launcher)
+    monkeypatch.setattr("distill.job._say", lambda line: None)  # a process writes to its log
+
+
+@pytest.fixture
+def base(toy_cache: Path, tiny_student: Path) -> dict[str, Any]:
+    """Three steps of 50 records on "sentences"."""
+    return {
+        "cache": str(toy_cache),
+        "corpus": "sentences",
+        "student": {"model": str(tiny_student)},
+        "sharpness": {"name": "none"},
+        "data": {"window": 256},
+        "training": {
+            "max_steps": 3,
+            "per_device_train_batch_size": 50,
+            "precision": "fp32",
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+        },
+    }
+
+
+def write_sweep(folder: Path, base: dict[str, Any], **settings: Any) -> Path:
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(folder / "sweep"), "base": base} | settings, sort_keys=False))
+    return path
+
+
+def planned(folder: Path, base: dict[str, Any], **settings: Any) -> list[str]:
+    return [one.name for one in SweepConfig.load(write_sweep(folder, base, **settings)).plan()]
+
+
+# The plan
+
+
+def test_a_grid_is_every_combination_named_after_its_values(base: dict[str, Any], tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, base, grid={"objective.name": ["talas", "simcse"], "training.seed": [1, 2]})
+    plan = SweepConfig.load(path).plan()
+    assert [one.name for one in plan] == ["talas-seed=1", "talas-seed=2", "simcse-seed=1", "simcse-seed=2"]
+    assert [(one.config.objective.name, one.config.training.seed) for one in plan] == [
+        ("talas", 1),
+        ("talas", 2),
+        ("simcse", 1),
+        ("simcse", 2),
+    ]
+    assert plan[0].config.output_dir == str(tmp_path / "sweep" / "talas-seed=1")
+    assert {one.config.training.max_steps for one in plan} == {3}
+
+
+def test_the_grid_is_applied_to_each_run_of_the_list(base: dict[str, Any], tmp_path: Path) -> None:
+    runs = [
+        {"name": "k1", "set": {"objective.options.anchored_layers": 1}},
+        {"name": "plain", "set": {"objective.options": {"lasd_weight": 0.0}, "objective.options.depth": 1}},
+    ]
+    path = write_sweep(tmp_path, base, runs=runs, grid={"training.seed": [7, 8]})
+    plan = SweepConfig.load(path).plan()
+    assert [one.name for one in plan] == ["k1-seed=7", "k1-seed=8", "plain-seed=7", "plain-seed=8"]
+    assert plan[1].config.objective.options == {"anchored_layers": 1}
+    assert plan[2].config.objective.options == {"lasd_weight": 0.0, "depth": 1}
+
+
+def test_a_run_without_a_name_is_called_after_its_settings(base: dict[str, Any], tmp_path: Path) -> None:
+    runs = [
+        {"set": {"objective.name": "simcse", "sharpness.name": "asam", "training.learning_rate": 1e-4}},
+        {"set": {"export.normalize": False, "corpus": None, "space": "toy"}},
+    ]
+    with pytest.raises(Exception, match="several corpora"):  # it is looked for in the cache
+        planned(tmp_path, base, runs=runs)
+    runs[1]["set"] = {"export.normalize": False, "space": "toy"}
+    assert planned(tmp_path, base, runs=runs) == ["simcse-asam-learning_rate=0.0001", "normalize=false-space=toy"]
+
+
+def test_keys_with_one_ending_are_told_apart_by_more_of_it(base: dict[str, Any], tmp_path: Path) -> None:
+    grid = {"training.learning_rate": [1e-4], "training.head_learning_rate": [0.5], "objective.options.depth": [1]}
+    assert planned(tmp_path, base, grid=grid) == ["learning_rate=0.0001-head_learning_rate=0.5-depth=1"]
+
+
+def test_two_names_that_would_be_one_get_a_digest_each_that_stays(
+    base: dict[str, Any], tiny_student: Path, tmp_path: Path
+) -> None:
+    grid = {"student.model": [str(tiny_student), f"{tiny_student.parent}/./{tiny_student.name}"]}
+    first, second = planned(tmp_path, base, grid=grid)
+    assert first != second
+    assert first.startswith("tiny-bert-")
+    assert planned(tmp_path, base, grid={"student.model": grid["student.model"][::-1]}) == [second, first]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "nothing to run: give a grid, a list of runs, or both"),
+        ({"grid": {"training.sed": [1]}}, "run sed=1: unknown key training.sed; did you mean training.seed?"),
+        ({"grid": {"training.seed": 1}}, r"grid.training.seed is 1; expected a list"),
+        ({"grid": {"training.seed": []}}, r"grid.training.seed is \[\]; expected a list"),
+        ({"grid": {"training.seed": [1, "x"]}}, "run seed=x: training.seed is 'x'; expected int"),
+        ({"grid": {"training.seed": [1, 1]}}, "are one and the same"),
+        ({"grid": {"output_dir": ["x"]}}, "output_dir is the sweep's to choose"),
+        ({"grid": {"objective.name": ["talas", "talass"]}}, "run talass: .*did you mean 'talas'"),
+        ({"grid": {"objective.preset": ["offical"]}}, "no preset 'offical'; it has: paper, official"),
+        ({"grid": {"objective.options.temprature": [1]}}, "has no option 'temprature'; did you mean temperature"),
+        ({"grid": {"sharpness.name": ["azam"]}}, "did you mean 'asam'"),
+        ({"grid": {"corpus": ["few", "wiki"]}}, "run corpus=wiki: .*'wiki'"),
+        ({"grid": {"space": ["e5"]}}, "run space=e5: .*'e5'"),
+        (
+            {"grid": {"student.model": ["/nowhere/student"]}},
+            "run student: student '/nowhere/student' cannot be used: no folder at '/nowhere/student'",
+        ),
+        ({"gird": {"training.seed": [1]}}, "unknown key gird; did you mean grid?"),
+        ({"runs": {"a": 1}}, "expected a list of runs"),
+        ({"runs": ["a"]}, r"runs\[0\]: expected keys and values, found 'a'"),
+        ({"runs": [{"nmae": "a"}]}, r"unknown key runs\[0\].nmae; did you mean runs\[0\].name?"),
+        ({"runs": [{"name": "a/b"}]}, "'a/b' cannot be a folder's name"),
+        ({"runs": [{"name": "a"}, {"name": "a", "set": {"training.seed": 1}}]}, "two runs are called 'a'"),
+        ({"runs": [{"name": "a"}], "parallel": 0}, "parallel is 0"),
+        ({"runs": [{"name": "a"}], "parallel": 2, "workers": "ray"}, "write workers: ray:2"),
+        ({"runs": [{"name": "a"}], "gpus_per_run": 0.5}, "gpus_per_run is for workers: ray"),
+        ({"runs": [{"name": "a"}], "gpus_per_run": 2.0, "workers": "ray"}, "gpus_per_run is 2"),
+        ({"runs": [{"name": "a"}], "workers": "spark"}, "unknown workers 'spark'"),
+        ({"runs": [{"name": "a"}], "tasks": ["stsb"]}, "no data to score on"),
+        ({"runs": [{"name": "a"}], "data": "/nowhere", "tasks": ["stsb"]}, "missing stsb_test.csv"),
+        ({"runs": [{"name": "a"}], "data": "/nowhere", "tasks": ["sstb"]}, "did you mean 'stsb'"),
+        ({"runs": [{"name": "a"}], "data": "/nowhere", "dtype": "fp8"}, "dtype is 'fp8'; expected auto, fp32 or bf16"),
+        ({"runs": [{"name": "a"}], "output_dir": None}, "output_dir is not set"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_the_first_run(
+    base: dict[str, Any], tmp_path: Path, settings: dict[str, Any], expected: str
+) -> None:
+    path = write_sweep(tmp_path, base, **settings)
+    result = CliRunner().invoke(main, ["sweep", str(path)])
+    assert result.exit_code == 1, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    with pytest.raises(Exception, match=expected):
+        sweep(SweepConfig.load(path))
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_file_that_is_no_sweep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text("grid: [")
+    with pytest.raises(ConfigError, match="not YAML"):
+        SweepConfig.load(tmp_path / "sweep.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        SweepConfig.load(tmp_path / "absent.yaml")
+
+
+def test_a_dry_run_names_the_runs_and_starts_none(base: dict[str, Any], tmp_path: Path) -> None:
+    path = write_sweep(tmp_path, base, grid={"training.seed": [1, 2]})
+    result = CliRunner().invoke(main, ["sweep", str(path), "--dry-run"])
+    assert result.stdout.splitlines() == ["seed=1", "seed=2", f"2 runs in {tmp_path / 'sweep'}"]
+    assert not (tmp_path / "sweep").exists()
+
+
+# The runs
+
+
+def mtimes(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+GRID = {"objective.name": ["talas", "simcse"], "training.seed": [1, 2]}
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_a_grid_ends_with_means_and_spread_over_the_seeds(base: dict[str, Any], tmp_path: Path) -> None:
+    data = write_tasks(tmp_path / "data")
+    path = write_sweep(tmp_path, base, grid=GRID, data=str(data), tasks=TASKS, dtype="fp32")
+    told: list[SweepProgress] = []
+    result = sweep(SweepConfig.load(path), report=told.append)
+    assert (result.finished_before, dict(result.failed)) == (0, {})
+    assert told[0] == SweepProgress(0, 4, ())
+    assert told[1] == SweepProgress(0, 4, ("talas-seed=1",))
+    assert told[-1] == SweepProgress(4, 4, ())
+    assert [group.name for group in result.comparison.groups] == ["talas", "simcse"]
+    assert result.comparison.differing == ("objective.name",)
+    for group, method in zip(result.comparison.groups, ("talas", "simcse"), strict=True):
+        folders = [tmp_path / "sweep" / f"{method}-seed={seed}" for seed in (1, 2)]
+        scores = [json.loads((folder / "eval.json").read_text()) for folder in folders]
+        records = [json.loads((folder / "run.json").read_text()) for folder in folders]
+        for name, (one, other) in {
+            "tasks.stsb": [score["tasks"]["stsb"]["score"] for score in scores],
+            "average.all": [
+                (score["tasks"]["stsb"]["score"] + score["tasks"]["mrpc"]["score"]) / 2 for score in scores
+            ],
+            "agreement.after.spearman": [record["agreement"]["after"]["spearman"] for record in records],
+        }.items():
+            # Two values lie half their distance from the mean: s^2 = 2 (d / 2)^2 / (2 - 1).
+            expected = Figure((one + other) / 2, pytest.approx(abs(one - other) / math.sqrt(2)), 2)
+            assert group.figures[name] == expected, name
+        assert all(record["teacher"]["mode"] == "cached" for record in records if "teacher" in record)
+        assert {score["dtype"] for score in scores} == {"float32"}
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_the_same_sweep_again_does_nothing_and_shows_the_same_table(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_tasks(tmp_path / "data")
+    path = write_sweep(tmp_path, base, grid={"training.seed": [1, 2]}, data=str(data), tasks=TASKS)
+    first = sweep(SweepConfig.load(path))
+    before = mtimes(tmp_path / "sweep")
+    monkeypatch.setattr(sweep_module, "launcher", None)  # nothing may be started
+    again = sweep(SweepConfig.load(path))
+    assert again.finished_before == 2
+    assert mtimes(tmp_path / "sweep") == before
+    assert again.comparison == first.comparison
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_finished_runs_are_scored_when_data_come_later_and_again_when_the_data_change(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    def swept(**settings: Any) -> SweepResult:
+        return sweep(SweepConfig.load(write_sweep(tmp_path, base, grid={"training.seed": [1]}, **settings)))
+
+    assert swept().comparison.rows[0].figures.keys().isdisjoint({"tasks.stsb", "average.all"})
+    trained = (tmp_path / "sweep" / "seed=1" / "run.json").stat().st_mtime_ns
+    data = write_tasks(tmp_path / "data")
+    scored = swept(data=str(data), tasks=["stsb"])
+    assert (scored.finished_before, swept(data=str(data), tasks=["stsb"]).finished_before) == (0, 1)
+    assert scored.comparison.rows[0].figures["average.all"] == scored.comparison.rows[0].figures["tasks.stsb"]
+    other = write_tasks(tmp_path / "other", seed=5)
+    assert swept(data=str(other), tasks=["stsb"]).finished_before == 0
+    assert (tmp_path / "sweep" / "seed=1" / "run.json").stat().st_mtime_ns == trained
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_a_run_that_fails_stops_no_other_and_is_tried_again(base: dict[str, Any], tmp_path: Path) -> None:
+    grid = {"training.learning_rate": [1e38, 1e-3], "training.seed": [1]}
+    path = write_sweep(tmp_path, base, grid=grid)
+    result = CliRunner().invoke(main, ["sweep", str(path), "--json", "-o", str(tmp_path / "table.md")])
+    assert result.exit_code == 1
+    record = json.loads(result.stdout)
+    assert record["failed"].keys() == {"learning_rate=1e+38-seed=1"}
+    assert "the loss is" in record["failed"]["learning_rate=1e+38-seed=1"]
+    assert [row["status"] for row in record["runs"]] == ["failed", "finished"]
+    table = (tmp_path / "table.md").read_text()
+    assert "| learning_rate=1e+38-seed=1 | failed | 1e+38 | - |" in table
+    assert "- learning_rate=1e+38-seed=1 failed: " in table
+    again = CliRunner().invoke(main, ["sweep", str(path)])
+    assert again.exit_code == 1
+    assert "1 of 2 runs are finished already" in again.stderr
+    assert "learning_rate=1e+38-seed=1 failed" in again.stderr
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_a_sweep_whose_settings_have_changed_is_refused_before_a_run(base: dict[str, Any], tmp_path: Path) -> None:
+    sweep(SweepConfig.load(write_sweep(tmp_path, base, grid={"training.seed": [1]})))
+    before = mtimes(tmp_path / "sweep")
+    base["training"]["learning_rate"] = 0.5
+    with pytest.raises(RunFolderError, match=r"training.learning_rate: 0.001 there, 0.5 now"):
+        sweep(SweepConfig.load(write_sweep(tmp_path, base, grid={"training.seed": [0, 1]})))
+    assert mtimes(tmp_path / "sweep") == before
+
+
+class Endless(Launcher):
+    """Its runs end when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.stopped = threading.Event()
+        self.started: list[str] = []
+
+    def _start(self, order: Order) -> str | None:
+        self.started.append(order.name)
+        self.stopped.wait(30)
+        return "stopped"
+
+    def _stop(self) -> None:
+        self.stopped.set()
+
+
+def test_when_the_caller_leaves_what_runs_is_ended_and_what_waits_is_not_begun(tmp_path: Path) -> None:
+    launcher = Endless()
+    events = launcher.run([Order(name, {}, tmp_path / f"{name}.log") for name in "abcd"])
+    assert {next(events).name, next(events).name} == {"a", "b"}
+    events.close()
+    assert launcher.stopped.is_set()
+    assert sorted(launcher.started) == ["a", "b"]
+
+
+class Broken(InThreads):
+    def _start(self, order: Order) -> str | None:
+        raise OSError(28, "No space left on device", str(order.log))
+
+
+def test_what_no_run_can_help_ends_the_sweep(tmp_path: Path) -> None:
+    events = Broken(1).run([Order("a", {}, tmp_path / "a.log")])
+    assert next(events) == Event("a")
+    with pytest.raises(OSError, match="No space left"):
+        next(events)
+
+
+# Where they run
+
+
+def handed(launcher: Launcher, names: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, str]]:
+    """The environments that the launcher's processes would have got."""
+    seen: list[dict[str, str]] = []
+    together = threading.Barrier(launcher.at_once)
+
+    def work_in_process(order: Order, environment: dict[str, str], *more: Any) -> None:
+        together.wait(10)
+        seen.append(environment)
+
+    monkeypatch.setattr(launch, "work_in_process", work_in_process)
+    assert not [event.error for event in launcher.run([Order(name, {}, tmp_path) for name in names]) if event.error]
+    return sorted(seen, key=str)
+
+
+def test_runs_at_once_divide_the_cores_and_have_one_gpu_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setattr(launch, "_cores", lambda: 13)
+    environments = handed(launch.LocalLauncher(4), "abcdefgh", monkeypatch, tmp_path)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["5"] * 4 + ["7"] * 4
+    assert {environment["OMP_NUM_THREADS"] for environment in environments} == {"3"}
+
+
+def test_threads_that_were_set_and_a_single_gpu_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert handed(launch.LocalLauncher(2), "ab", monkeypatch, tmp_path) == [{}, {}]
+
+
+class FakeRay:
+    """Nodes, and the options that a task was given."""
+
+    def __init__(self, *nodes: dict[str, float]) -> None:
+        self._nodes = nodes
+        self.asked: dict[str, float] = {}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": node} for node in self._nodes]
+
+    def remote(self, function: Any) -> "FakeRay":
+        return self
+
+    def options(self, **options: float) -> "FakeRay":
+        self.asked = options
+        return self
+
+
+@pytest.mark.parametrize(
+    ("wanted", "share", "at_once", "gpus"),
+    [(None, 0.25, 8, 0.25), (None, None, 2, 1), (4, None, 4, 0.5), (3, 0.25, 3, 0.25), (None, 1.0, 2, 1.0)],
+)
+def test_on_ray_runs_share_the_gpus_as_they_are_told_to(
+    wanted: int | None, share: float | None, at_once: int, gpus: float
+) -> None:
+    ray = FakeRay({"CPU": 16, "GPU": 1}, {"CPU": 16, "GPU": 1})
+    assert launch.RayLauncher(ray, wanted, share).at_once == at_once
+    assert ray.asked["num_gpus"] == gpus
+    assert ray.asked["num_cpus"] * at_once <= 32
+
+
+def test_a_run_that_another_process_is_at_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launch, "SECONDS_TO_WAIT", 0.0)
+    with (tmp_path / "a.log").open("ab") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        (begun, ended) = launch.LocalLauncher(1).run([Order("a", {}, tmp_path / "a.log")])
+    assert begun == Event("a")
+    assert "another process is at run a" in str(ended.error)
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "expected"),
+    [
+        ("teacher: toy\nerror: no space left\n\n", 1, "no space left"),
+        ("Traceback (most recent call last):\n  File x\nValueError: no\n", 1, "ValueError: no"),
+        ("", 3, "ended with exit code 3 without a word"),
+        ("step 1\n", -9, "ended by SIGKILL, which also comes when memory runs out"),
+        ("step 1\n", -11, "ended by SIGSEGV; see"),
+    ],
+)
+def test_a_failure_is_the_last_line_that_the_process_said_or_its_signal(
+    tmp_path: Path, output: str, code: int, expected: str
+) -> None:
+    (tmp_path / "a.log").write_text("error: of an earlier try\n" + output)
+    assert launch._failure(tmp_path / "a.log", len("error: of an earlier try\n"), code).startswith(expected)

@@ -1,0 +1,287 @@
+"""Token columns stand in for the teacher: the same losses, whole runs, and a plain word where something is missing."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from distill.config import DataConfig, RunConfig, TeacherConfig
+from distill.errors import DistillError, NeedsNotMet
+from distill.objectives import OBJECTIVES, load_objective
+from distill.objectives.base import StudentShape, TeacherShape
+from distill.run import run
+from distill.trainer import Distillation
+from teacher_cache.build import build
+from teacher_cache.corpus import Corpus
+from teacher_cache.errors import SpaceMismatch
+from teacher_cache.teachers import TeacherOptions
+from teacher_cache.tokens import TokenRequest
+from tests.conftest import varied_texts
+from tests.distill.tiny_runs import metrics, parts, tiny_config
+from tests.teacher_cache import tiny_teachers
+
+TEXTS = varied_texts(40, seed=9)
+STEPS = 3
+BATCH = 9
+BOTH_LAYERS = TokenRequest(attention=(1, 2))
+SIZES = StudentShape(16, 2, "mean", 2), TeacherShape(16, True, 16, 2, 2, False)
+
+
+def by_token() -> list[str]:
+    """Names of the objectives that compare tokens with their default options."""
+    return [name for name in OBJECTIVES if load_objective(name)(*SIZES).needs.tokens]
+
+
+METHODS = by_token()
+LEAF_LOSSES = ["minilm_weight", "tinybert_weight", "distilbert_weight"]
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """ "bert" cuts texts as the student does; "qwen3" is causal, padded on the left and shares values among heads."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "bert": tiny_teachers.write_bert(root / "tiny-teacher", seed=3),
+        "mpnet": tiny_teachers.write_mpnet(root / "tiny-mpnet"),
+        "st": tiny_teachers.write_sentence_transformer(root / "tiny"),
+        "qwen3": tiny_teachers.write_qwen3(root / "tiny-qwen3"),
+    }
+
+
+class Caches:
+    """Caches of the texts, each built when it is first asked for."""
+
+    def __init__(self, folder: Path, teachers: dict[str, Path]) -> None:
+        self.folder = folder
+        self.teachers = teachers
+
+    def __call__(self, teacher: str, storage: str | None = None, tokens: TokenRequest | None = BOTH_LAYERS) -> Path:
+        layers = "none" if tokens is None else "-".join(map(str, tokens.attention or ()))
+        cache = self.folder / f"{teacher}-{storage}-{layers}"
+        if not cache.exists():
+            texts = self.folder / "few.txt"
+            texts.write_text("".join(f"{text}\n" for text in TEXTS))
+            options = TeacherOptions(model=str(self.teachers[teacher]), dtype="float32", device="cpu")
+            report = build(Corpus.open(texts), options, cache, tokens=tokens, token_storage=storage)
+            assert (report.distinct, report.quarantined) == (len(TEXTS), 0)
+        return cache
+
+
+@pytest.fixture(scope="module")
+def caches(teachers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Caches:
+    return Caches(tmp_path_factory.mktemp("caches"), teachers)
+
+
+def config(cache: Path, student: Path, folder: Path, method: str, *overrides: str) -> RunConfig:
+    return tiny_config(cache, student, folder, f"objective.name={method}", "training.max_steps=2", *overrides)
+
+
+def asking(of: RunConfig, teacher: Path) -> RunConfig:
+    """The same run with the teacher in the loop."""
+    return replace(of, teacher=TeacherConfig("online", str(teacher), "cpu"))
+
+
+def batches(of: RunConfig) -> tuple[Distillation, Iterator[dict[str, Any]]]:
+    """What a run trains, and the first batches of the records in their own order."""
+    made = parts(of)
+    made.student.train()
+    starts = range(0, STEPS * BATCH, BATCH)
+    records = (made.dataset.__getitems__(list(range(start, start + BATCH))) for start in starts)
+    return Distillation(made.student, made.objective), (made.collator(batch) for batch in records)
+
+
+def terms(model: Distillation, batch: dict[str, Any], seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)  # equal dropout masks
+    outputs = model(**batch)
+    return {"loss": outputs["loss"], **outputs["terms"]}
+
+
+# Largest relative difference of a term. float16 changes a number by 2^-11 of itself at most, and a term by less: the
+# errors of many numbers cancel.
+BOUNDS = {"float16": 2.0**-11, "raw": 2.0**-11, "compact": 2e-3}
+
+
+@pytest.mark.parametrize("storage", BOUNDS)
+@pytest.mark.parametrize("teacher", ["mpnet", "st", "qwen3"])
+@pytest.mark.parametrize("method", METHODS)
+def test_losses_from_the_columns_are_those_with_the_teacher(
+    caches: Caches,
+    teachers: dict[str, Path],
+    tiny_student: Path,
+    tmp_path: Path,
+    method: str,
+    teacher: str,
+    storage: str,
+) -> None:
+    cached = config(caches(teacher, storage), tiny_student, tmp_path, method)
+    model, of_cache = batches(cached)
+    _, of_teacher = batches(asking(cached, teachers[teacher]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step, (stored, asked) in enumerate(zip(of_cache, of_teacher, strict=True)):
+        assert torch.equal(stored["input_ids"], asked["input_ids"])
+        found, expected = terms(model, stored, step), terms(model, asked, step)
+        torch.testing.assert_close(found, expected, rtol=BOUNDS[storage], atol=1e-6)
+        torch.autograd.backward(found["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_is_read_back_is_what_the_teacher_says_in_the_numbers_of_the_format(
+    caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path
+) -> None:
+    cached = config(caches("mpnet", "raw"), tiny_student, tmp_path, "emo")
+    _, of_cache = batches(cached)
+    _, of_teacher = batches(asking(cached, teachers["mpnet"]))
+    stored, asked = next(of_cache), next(of_teacher)
+    for name, tensor in asked["teacher_tokens"].items():
+        read = stored["teacher_tokens"][name]
+        if tensor.dtype is torch.bool:
+            assert torch.equal(read, tensor)
+        else:
+            assert torch.equal(read, read.half().float())
+            torch.testing.assert_close(read, tensor, rtol=2.0**-11, atol=2e-6)
+    for name in ("input_ids", "attention_mask", "text_ids", "special", "alignment"):
+        assert torch.equal(stored[name], asked[name]), name
+
+
+@pytest.mark.parametrize("mode", ["cached", "online"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_trains_and_exports_with_every_token_objective(
+    caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path, method: str, mode: str
+) -> None:
+    of = config(caches("st"), tiny_student, tmp_path / "run", method, "data.window=64")
+    result = run(asking(of, teachers["st"]) if mode == "online" else of)
+    assert result.steps == 2
+    assert (Path(result.final) / "modules.json").exists()
+    logged = [line for line in metrics(tmp_path / "run") if "loss" in line]
+    assert len(logged) == 2
+    assert all(np.isfinite(line["loss"]) for line in logged)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_from_the_columns_goes_as_one_with_the_teacher(
+    caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path, method: str
+) -> None:
+    cached = config(caches("mpnet"), tiny_student, tmp_path / "cached", method)
+    run(cached)
+    run(replace(asking(cached, teachers["mpnet"]), output_dir=str(tmp_path / "online")))
+    first, second = metrics(tmp_path / "cached"), metrics(tmp_path / "online")
+    for mine, theirs in zip(first, second, strict=True):
+        if "loss" in mine:
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=BOUNDS["float16"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cache_of_sentence_vectors_says_how_to_get_the_columns(
+    caches: Caches, tiny_student: Path, tmp_path: Path, method: str
+) -> None:
+    # How many layers the teacher has is not known of its sentence vectors.
+    columns = r"vectors,tokens,attention --attention-layers 1n,2n \(n = " if method == "emo" else "vectors,tokens$"
+    with pytest.raises(DistillError, match=f"tcache build --columns {columns}"):
+        run(config(caches("mpnet", tokens=None), tiny_student, tmp_path / "run", method))
+
+
+@pytest.mark.parametrize("kept", [TokenRequest(), TokenRequest(attention=(1,))], ids=["none", "the first"])
+def test_attention_of_other_layers_is_refused_with_those_that_are_needed(
+    caches: Caches, tiny_student: Path, tmp_path: Path, kept: TokenRequest
+) -> None:
+    found = r"those of \[1\]" if kept.attention else "none"
+    with pytest.raises(NeedsNotMet, match=rf"layers \[1, 2\], but .* keeps {found}; .*--attention-layers 1,2`"):
+        run(config(caches("mpnet", tokens=kept), tiny_student, tmp_path / "run", "emo"))
+
+
+def test_one_layer_of_those_that_are_kept_is_enough(caches: Caches, tiny_student: Path, tmp_path: Path) -> None:
+    of = config(
+        caches("mpnet", tokens=TokenRequest(attention=(2,))),
+        tiny_student,
+        tmp_path,
+        "emo",
+        "objective.options.attention_layers=1",
+    )
+    model, of_cache = batches(of)
+    wide, of_both = batches(replace(of, cache=str(caches("mpnet"))))
+    for step, (one, both) in enumerate(zip(of_cache, of_both, strict=True)):
+        torch.testing.assert_close(terms(model, one, step), terms(wide, both, step))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_teacher_in_the_loop_is_refused_by_the_field_that_differs(
+    caches: Caches, tiny_student: Path, tmp_path: Path, method: str
+) -> None:
+    other = tiny_teachers.write_mpnet(tmp_path / "other", seed=8)
+    of = asking(config(caches("mpnet"), tiny_student, tmp_path / "run", method), other)
+    with pytest.raises(SpaceMismatch, match=r"does not speak the cached space .*weights is '.*', cached '"):
+        run(of)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("losses", [[name] for name in LEAF_LOSSES] + [LEAF_LOSSES], ids=lambda names: "+".join(names))
+def test_added_losses_of_leaf_train_with_the_teacher_in_the_loop(
+    caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path, losses: list[str]
+) -> None:
+    weights = [f"objective.options.{name}=1.0" for name in losses]
+    of = asking(config(caches("bert"), tiny_student, tmp_path / "run", "leaf", *weights), teachers["bert"])
+    assert run(of).steps == 2
+    logged = [line for line in metrics(tmp_path / "run") if "loss" in line]
+    for name in losses:
+        assert all(line[name.removesuffix("_weight")] > 0 for line in logged)
+
+
+def test_distilbert_losses_from_the_columns_are_those_with_the_teacher(
+    caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path
+) -> None:
+    cached = config(caches("bert"), tiny_student, tmp_path, "leaf", "objective.options.distilbert_weight=1.0")
+    model, of_cache = batches(cached)
+    _, of_teacher = batches(asking(cached, teachers["bert"]))
+    for step, (stored, asked) in enumerate(zip(of_cache, of_teacher, strict=True)):
+        torch.testing.assert_close(
+            terms(model, stored, step), terms(model, asked, step), rtol=BOUNDS["float16"], atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", ["minilm_weight", "tinybert_weight"])
+def test_layer_by_layer_losses_ask_for_the_teacher_itself(
+    caches: Caches, tiny_student: Path, tmp_path: Path, name: str
+) -> None:
+    of = config(caches("bert"), tiny_student, tmp_path / "run", "leaf", f"objective.options.{name}=1.0")
+    with pytest.raises(NeedsNotMet, match=r"which no cache keeps; use `distill run` with teacher\.mode=online"):
+        run(of)
+
+
+@pytest.mark.parametrize("mode", ["cached", "online"])
+def test_losses_token_by_token_refuse_a_teacher_that_cuts_texts_otherwise(
+    caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path, mode: str
+) -> None:
+    of = config(caches("qwen3"), tiny_student, tmp_path / "run", "leaf", "objective.options.distilbert_weight=1.0")
+    with pytest.raises(NeedsNotMet, match="tokens that are not the same; it needs one tokenizer"):
+        run(asking(of, teachers["qwen3"]) if mode == "online" else of)
+
+
+def test_a_run_with_the_teacher_has_the_order_of_one_from_the_columns(
+    tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.config.TOKEN_WINDOW", 18)  # the corpus has several windows of tokens, and one without
+    (tmp_path / "few.txt").write_text("".join(f"{text}\n" for text in TEXTS))
+    build(Corpus.open(tmp_path / "few.txt"), TeacherOptions(model="toy"), tmp_path / "cache", tokens=TokenRequest())
+    of = replace(config(tmp_path / "cache", tiny_student, tmp_path, "cdm"), data=DataConfig())
+    online = replace(of, teacher=TeacherConfig("online", "toy"))
+    mine, theirs = (parts(one).trainer().get_train_dataloader() for one in (of, online))
+    assert [batch["text_ids"].tolist() for batch in mine] == [batch["text_ids"].tolist() for batch in theirs]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_of_several_spaces_are_refused(
+    teachers: dict[str, Path], tiny_student: Path, tmp_path: Path, method: str
+) -> None:
+    (tmp_path / "few.txt").write_text("".join(f"{text}\n" for text in TEXTS))
+    for name in ("bert", "mpnet"):
+        options = TeacherOptions(model=str(teachers[name]), dtype="float32", device="cpu")
+        build(Corpus.open(tmp_path / "few.txt"), options, tmp_path / "cache", tokens=BOTH_LAYERS)
+    of = config(tmp_path / "cache", tiny_student, tmp_path / "run", method)
+    with pytest.raises(NeedsNotMet, match="several spaces do not have in common; name one space"):
+        run(replace(of, space=(teachers["bert"].name, teachers["mpnet"].name)))

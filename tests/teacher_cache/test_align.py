@@ -1,0 +1,156 @@
+"""Alignments of a corpus, computed once and kept in the cache."""
+
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from teacher_cache.align import AlignmentSettings, align_corpus, kept_alignments
+from teacher_cache.alignment import Alignment, align
+from teacher_cache.build import build
+from teacher_cache.cache import TeacherCache
+from teacher_cache.corpus import Corpus
+from teacher_cache.errors import DamagedCache, MissingRows, TeacherError
+from teacher_cache.space import EmbeddingSpace
+from teacher_cache.teachers import TeacherOptions, resolve
+from teacher_cache.teachers.pieces import text_pieces
+from teacher_cache.tokens import TokenRequest
+from tests.conftest import varied_texts
+
+SHARD_ROWS = 16
+
+
+def filled(folder: Path, count: int = 40, *, tokens: bool = True) -> Path:
+    """A cache of the toy teacher whose tokens are words, in shards of 16 rows."""
+    source = folder / "texts.txt"
+    source.write_text("".join(f"{text}\n" for text in varied_texts(count)))
+    if not (folder / "cache").exists():
+        TeacherCache.open(folder / "cache", "a", shard_rows=SHARD_ROWS).close()
+    request = TokenRequest() if tokens else None
+    build(Corpus.open(source), TeacherOptions(model="toy"), folder / "cache", tokens=request)
+    return folder / "cache"
+
+
+def student_space(student: Path) -> EmbeddingSpace:
+    return resolve(TeacherOptions(model=str(student), backend="transformer", dtype="float32", prompt="")).space
+
+
+def settings_of(student: Path, method: str = "offset") -> AlignmentSettings:
+    space = student_space(student)
+    return AlignmentSettings(method, space.tokenizer, space.max_length, "", False)
+
+
+def same(first: Alignment, second: Alignment) -> bool:
+    pairs = ((first.student, second.student), (first.teacher, second.teacher), (first.weight, second.weight))
+    return all(one.dtype == two.dtype and np.array_equal(one, two) for one, two in pairs)
+
+
+@pytest.mark.parametrize("method", ["offset", "dtw_mean"])
+def test_what_is_kept_is_what_is_computed(tmp_path: Path, tiny_student: Path, method: str) -> None:
+    from transformers import AutoTokenizer
+
+    path = filled(tmp_path)
+    report = align_corpus(path, str(tiny_student), method)
+    assert (report.rows, report.aligned, report.cached, report.without_tokens) == (40, 40, 0, 0)
+    # Words are tokens on both sides; [CLS] and [SEP] have no counterpart with a teacher without specials.
+    assert report.mapped == report.student_tokens - 2 * 40
+    with TeacherCache.open(path) as cache:
+        view = cache.space()
+        kept = kept_alignments(view, settings_of(tiny_student, method))
+        assert kept is not None
+        assert view.tokens is not None
+        rows = np.random.default_rng(0).permutation(40)
+        texts, theirs = cache.texts(rows), view.tokens.gather_pieces(rows)
+        ours = text_pieces(AutoTokenizer.from_pretrained(tiny_student), texts, max_length=64)
+        assert kept.present(rows).all()
+        found = kept.gather(rows)
+        again = pickle.loads(pickle.dumps(kept)).gather(rows)
+        for text, teacher, student, one, two in zip(texts, theirs, ours, found, again, strict=True):
+            assert same(one, align(text, teacher, student, method, lower=False))
+            assert same(one, two)
+
+
+def test_only_texts_without_an_alignment_are_aligned(tmp_path: Path, tiny_student: Path) -> None:
+    align_corpus(filled(tmp_path, 20), str(tiny_student), "offset")
+    path = filled(tmp_path, 50)
+    done: list[tuple[int, int]] = []
+    report = align_corpus(path, str(tiny_student), "offset", report=lambda *counts: done.append(counts))
+    assert (report.rows, report.cached, report.aligned) == (50, 20, 30)
+    assert done[-1] == (30, 30)
+    again = align_corpus(path, str(tiny_student), "offset")
+    assert (again.cached, again.aligned, again.student_tokens) == (50, 0, 0)
+
+
+def test_another_way_of_cutting_texts_is_another_column(tmp_path: Path, tiny_student: Path) -> None:
+    path = filled(tmp_path)
+    arrays = {
+        align_corpus(path, str(tiny_student), "offset").array,
+        align_corpus(path, str(tiny_student), "mined_dp").array,
+        align_corpus(path, str(tiny_student), "offset", prompt="the ").array,
+        align_corpus(path, str(tiny_student), "offset", max_length=8).array,
+    }
+    assert len(arrays) == 4
+    with TeacherCache.open(path) as cache:
+        view = cache.space()
+        settings = settings_of(tiny_student)
+        short = kept_alignments(view, replace(settings, max_length=8))
+        assert short is not None
+        assert max(int(one.student.max()) for one in short.gather(np.arange(40))) < 7
+        for other in ({"method": "dtw_strict"}, {"prompt": "a "}, {"tokenizer": "x"}, {"lower": True}):
+            assert kept_alignments(view, replace(settings, **other)) is None  # type: ignore[arg-type]
+
+
+def test_an_interrupted_run_keeps_its_finished_shards(tmp_path: Path, tiny_student: Path) -> None:
+    path = filled(tmp_path)
+
+    def stop(done: int, total: int) -> None:
+        if done > SHARD_ROWS:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        align_corpus(path, str(tiny_student), "offset", report=stop)
+    with TeacherCache.open(path) as cache:
+        kept = kept_alignments(cache.space(), settings_of(tiny_student))
+        assert kept is not None
+        assert kept.present(np.arange(40)).tolist() == [True] * SHARD_ROWS + [False] * 24
+        with pytest.raises(MissingRows):
+            kept.gather(np.array([20]))
+    assert align_corpus(path, str(tiny_student), "offset").cached == SHARD_ROWS
+
+
+def test_a_lost_or_damaged_column_says_how_it_is_made_again(tmp_path: Path, tiny_student: Path) -> None:
+    path = filled(tmp_path)
+    report = align_corpus(path, str(tiny_student), "offset")
+    folder = path / "spaces" / report.space / report.array
+    shard = folder / "c" / "0"
+    shard.write_bytes(shard.read_bytes()[:-40] + bytes(40))
+    with TeacherCache.open(path) as cache:
+        kept = kept_alignments(cache.space(), settings_of(tiny_student))
+        assert kept is not None
+        with pytest.raises(DamagedCache, match=r"alignment-offset-.*remove .* and run `tcache align` again"):
+            kept.gather(np.array([0]))
+    shutil.rmtree(folder)
+    with TeacherCache.open(path) as cache:
+        assert kept_alignments(cache.space(), settings_of(tiny_student)) is None
+    assert align_corpus(path, str(tiny_student), "offset").aligned == 40
+
+
+def test_a_space_without_tokens_is_refused_with_the_command_that_fills_them(tmp_path: Path, tiny_student: Path) -> None:
+    path = filled(tmp_path, tokens=False)
+    with pytest.raises(MissingRows, match="`tcache build --columns vectors,tokens` with the same teacher"):
+        align_corpus(path, str(tiny_student), "offset")
+
+
+def test_texts_that_have_no_tokens_are_counted_and_left_out(tmp_path: Path, tiny_student: Path) -> None:
+    filled(tmp_path, 20)
+    path = filled(tmp_path, 30, tokens=False)
+    report = align_corpus(path, str(tiny_student), "offset")
+    assert (report.rows, report.aligned, report.without_tokens) == (30, 20, 10)
+
+
+def test_an_unknown_method_is_refused_before_the_cache_is_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(TeacherError, match="'nearest' is unknown"):
+        align_corpus(tmp_path / "nowhere", "no model", "nearest")

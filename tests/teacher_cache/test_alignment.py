@@ -1,0 +1,287 @@
+"""Tokens of one text cut in two ways, mapped onto each other."""
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from teacher_cache.alignment import METHODS, ONE_TO_ONE, Alignment, align, dense, edit_distances
+from teacher_cache.errors import TeacherError
+from teacher_cache.tokens import CLOSING, OPENING, OTHER, TEXT
+
+Pieces = npt.NDArray[np.int32]
+
+
+def pieces(*spans: tuple[int, int], specials: bool = False) -> Pieces:
+    rows = [(7, start, end, TEXT) for start, end in spans]
+    if specials:
+        rows = [(1, 0, 0, OPENING), *rows, (2, 0, 0, CLOSING)]
+    return np.array(rows, dtype=np.int32).reshape(-1, 4)
+
+
+def cut(*strings: str) -> tuple[str, Pieces]:
+    """A text and its tokens, the strings given."""
+    ends = np.cumsum([0, *map(len, strings)]).tolist()
+    return "".join(strings), pieces(*pairwise(ends))
+
+
+def mapped(alignment: Alignment) -> list[tuple[int, int]]:
+    return list(zip(alignment.student.tolist(), alignment.teacher.tolist(), strict=True))
+
+
+def aligned(ours: tuple[str, ...], theirs: tuple[str, ...], method: str, *, lower: bool = False) -> Alignment:
+    text, student = cut(*ours)
+    same, teacher = cut(*theirs)
+    assert text == same
+    return align(text, teacher, student, method, lower=lower)
+
+
+@cache
+def levenshtein(a: str, b: str) -> int:
+    if not a or not b:
+        return len(a) + len(b)
+    return min(levenshtein(a[1:], b) + 1, levenshtein(a, b[1:]) + 1, levenshtein(a[1:], b[1:]) + (a[0] != b[0]))
+
+
+@st.composite
+def two_cuts(draw: st.DrawFn) -> tuple[str, Pieces, Pieces]:
+    """A text of few letters and spaces, cut in two ways; a piece may carry the space in front or leave it out."""
+    text = draw(st.text(alphabet="abC ", max_size=14))
+
+    def one() -> Pieces:
+        places = sorted(draw(st.sets(st.integers(0, len(text)), max_size=6)) | {0, len(text)})
+        spans = [(start, end) for start, end in pairwise(places) if draw(st.integers(0, 9))]
+        return pieces(*spans, specials=draw(st.booleans()))
+
+    return text, one(), one()
+
+
+@given(st.lists(st.text(max_size=6), max_size=5), st.lists(st.text(max_size=6), max_size=5))
+def test_edit_distances_are_those_of_the_recursive_definition(ours: list[str], theirs: list[str]) -> None:
+    found = edit_distances(ours, theirs)
+    assert found.shape == (len(ours), len(theirs))
+    assert found.tolist() == [[levenshtein(a, b) for b in theirs] for a in ours]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_cut_maps_every_token_onto_itself(method: str) -> None:
+    text = "a few words more"
+    both = pieces((0, 1), (1, 5), (5, 11), (11, 16), specials=True)
+    found = align(text, both, both, method, lower=False)
+    assert mapped(found) == [(place, place) for place in range(6)]
+    assert (found.weight == 1).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_specials_meet_by_part_and_prompt_tokens_meet_nothing(method: str) -> None:
+    # Teacher: a prompt of two tokens, "sea", and a closing token. Student: [CLS] sea [SEP].
+    teacher = np.array([[9, 0, 0, OTHER], [9, 0, 0, OTHER], [4, 0, 3, TEXT], [2, 0, 0, CLOSING]], np.int32)
+    assert mapped(align("sea", teacher, pieces((0, 3), specials=True), method, lower=False)) == [(1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_white_space_and_case_do_not_keep_tokens_apart(method: str) -> None:
+    # "▁The" "▁sea" against "the" "sea", with a lone "▁" in between that meets nothing.
+    teacher, student = pieces((0, 3), (3, 4), (4, 8)), pieces((0, 3), (5, 8))
+    assert mapped(align("The  sea", teacher, student, method, lower=True)) == [(0, 0), (1, 2)]
+    strict = align("The  sea", teacher, student, "dtw_strict", lower=False)
+    assert mapped(strict) == [(0, 0), (1, 2)]
+
+
+def test_strict_pairs_want_the_same_case_where_the_student_knows_cases() -> None:
+    text = "AB"
+    same = align(text, pieces((0, 2)), pieces((0, 2)), "dtw_strict", lower=False)
+    assert mapped(same) == [(0, 0)]
+    # Another text's token: the strings differ in case alone.
+    other = align("ABab", pieces((0, 2)), pieces((2, 4)), "dtw_strict", lower=False)
+    assert mapped(other) == []
+    assert mapped(align("ABab", pieces((0, 2)), pieces((2, 4)), "dtw_strict", lower=True)) == [(0, 0)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_text_without_tokens_on_one_side_has_an_empty_alignment(method: str) -> None:
+    found = align("sea", pieces((0, 3)), pieces(), method, lower=False)
+    assert len(found.student) == len(found.teacher) == len(found.weight) == 0
+
+
+def test_offset_takes_the_pair_that_shares_most_on_both_sides() -> None:
+    # un|believ|able against unbeliev|able: "unbeliev" shares 6 with "believ" and 2 with "un".
+    assert mapped(aligned(("unbeliev", "able"), ("un", "believ", "able"), "offset")) == [(0, 1), (1, 2)]
+
+
+def test_offset_needs_choice_on_both_sides_and_takes_the_first_of_equals() -> None:
+    # The teacher's one token shares 2 with each of three: the first has it, the others have none.
+    assert mapped(aligned(("ab", "cd", "ef"), ("abcdef",), "offset")) == [(0, 0)]
+    # "abc"|"d" and "a"|"bcd": "abc" and "bcd" choose each other.
+    assert mapped(aligned(("abc", "d"), ("a", "bcd"), "offset")) == [(0, 1)]
+
+
+def test_offset_meets_the_first_of_the_pieces_of_one_character() -> None:
+    # A byte-level teacher cuts one character into three pieces that all cover it.
+    assert mapped(
+        align("日本", pieces((0, 1), (0, 1), (0, 1), (1, 2)), pieces((0, 1), (1, 2)), "offset", lower=False)
+    ) == [
+        (0, 0),
+        (1, 3),
+    ]
+
+
+def test_mined_types_map_a_repeated_string_at_its_first_occurrence_only() -> None:
+    found = aligned(("the", "cat", "the", "dog"), ("the", "cat", "the", "dog"), "mined_types")
+    assert mapped(found) == [(0, 0), (1, 1), (3, 3)]
+
+
+def test_mined_types_fall_back_to_the_nearest_string_where_both_choose_it() -> None:
+    # "river" has distance 2 to "riv" and 5 to "er": riv takes it, and river takes riv.
+    assert mapped(aligned(("river", "bed"), ("riv", "er", "bed"), "mined_types")) == [(0, 0), (1, 2)]
+
+
+def test_mined_types_can_meet_across_the_text_and_offsets_cannot() -> None:
+    # The student's second "ab" is the teacher's last token by place, its first by string.
+    ours, theirs = ("ab", "c", "abd"), ("abc", "ab", "d")
+    assert (0, 1) in mapped(aligned(ours, theirs, "mined_types"))
+    assert (0, 1) not in mapped(aligned(ours, theirs, "offset"))
+
+
+def test_mined_dp_leaves_the_fewest_edits() -> None:
+    # river~riv 2 edits, "er" unmatched 2, bed = bed: 4. The other way, river~er: 3 edits and "riv" 3.
+    assert mapped(aligned(("river", "bed"), ("riv", "er", "bed"), "mined_dp")) == [(0, 0), (1, 2)]
+
+
+def test_mined_dp_never_pairs_strings_without_a_common_character() -> None:
+    assert mapped(align("abcd", pieces((0, 2)), pieces((2, 4)), "mined_dp", lower=False)) == []
+
+
+def test_dtw_mean_averages_the_teacher_tokens_on_the_path() -> None:
+    found = aligned(("river", "stones"), ("riv", "er", "stones"), "dtw_mean")
+    assert mapped(found) == [(0, 0), (0, 1), (1, 2)]
+    assert found.weight.tolist() == [0.5, 0.5, 1.0]
+    spread = aligned(("riv", "er", "stones"), ("river", "stones"), "dtw_mean")
+    assert mapped(spread) == [(0, 0), (1, 0), (2, 1)]
+    assert spread.weight.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("method", ["mined_dp", "dtw_mean", "dtw_strict"])
+def test_of_equally_cheap_steps_the_diagonal_one_is_taken(method: str) -> None:
+    # Every pair of these costs nothing.
+    assert mapped(aligned(("a", "a", "a"), ("a", "a", "a"), method)) == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_dtw_strict_keeps_pairs_of_equal_strings_without_other_partners() -> None:
+    assert mapped(aligned(("river", "stones"), ("riv", "er", "stones"), "dtw_strict")) == [(1, 2)]
+    # "a" equals "a", but the path gives it a second partner: neither pair is kept.
+    found = align("a b", pieces((0, 1), (2, 3)), pieces((0, 1)), "dtw_strict", lower=False)
+    assert mapped(found) == []
+
+
+@given(two_cuts())
+def test_the_path_is_one_of_the_cheapest_and_runs_from_corner_to_corner(case: tuple[str, Pieces, Pieces]) -> None:
+    text, student, teacher = case
+    mine, yours = strings(text, student), strings(text, teacher)
+    found = align(text, teacher, student, "dtw_mean", lower=False)
+    path = [(s, t) for s, t in mapped(found) if student[s, 3] == TEXT]
+    if not mine or not yours:
+        assert path == []
+        return
+
+    @cache
+    def least(s: int, t: int) -> int:
+        if s < 0 or t < 0:
+            return 0 if s == t == -1 else 10**9
+        cost = levenshtein(list(mine.values())[s], list(yours.values())[t])
+        return cost + min(least(s - 1, t - 1), least(s - 1, t), least(s, t - 1))
+
+    places = [(list(mine).index(s), list(yours).index(t)) for s, t in path]
+    assert (places[0], places[-1]) == ((0, 0), (len(mine) - 1, len(yours) - 1))
+    assert all(
+        (after[0] - before[0], after[1] - before[1]) in {(0, 1), (1, 0), (1, 1)} for before, after in pairwise(places)
+    )
+    assert sum(levenshtein(mine[s], yours[t]) for s, t in path) == least(len(mine) - 1, len(yours) - 1)
+
+
+@given(two_cuts())
+def test_mined_dp_has_the_least_cost_of_all_monotone_matchings(case: tuple[str, Pieces, Pieces]) -> None:
+    text, student, teacher = case
+    mine, yours = strings(text, student), strings(text, teacher)
+    pairs = [(s, t) for s, t in mapped(align(text, teacher, student, "mined_dp", lower=False)) if student[s, 3] == TEXT]
+    ours, theirs = list(mine.values()), list(yours.values())
+
+    @cache
+    def least(s: int, t: int) -> int:
+        if s == 0 or t == 0:
+            return sum(map(len, ours[:s])) + sum(map(len, theirs[:t]))
+        a, b = ours[s - 1], theirs[t - 1]
+        options = [least(s - 1, t) + len(a), least(s, t - 1) + len(b)]
+        if levenshtein(a, b) < max(len(a), len(b)):
+            options.append(least(s - 1, t - 1) + levenshtein(a, b))
+        return min(options)
+
+    assert all(s < u and t < v for (s, t), (u, v) in pairwise(pairs))
+    without = sum(len(mine[s]) for s in mine.keys() - {s for s, _ in pairs})
+    without += sum(len(yours[t]) for t in yours.keys() - {t for _, t in pairs})
+    assert without + sum(levenshtein(mine[s], yours[t]) for s, t in pairs) == least(len(ours), len(theirs))
+
+
+@given(two_cuts(), st.sampled_from(METHODS), st.booleans())
+def test_weights_of_a_token_sum_to_1_and_tokens_are_paired_once(
+    case: tuple[str, Pieces, Pieces], method: str, lower: bool
+) -> None:
+    text, student, teacher = case
+    found = align(text, teacher, student, method, lower=lower)
+    masks = [np.arange(9)[None] < len(side) for side in (student, teacher)]
+    matrix = dense([found], masks[0], masks[1])[0]
+    assert not matrix[len(student) :].any()
+    assert not matrix[:, len(teacher) :].any()
+    matrix = matrix[: len(student)]
+    assert matrix.dtype == np.float32
+    rows = matrix.sum(axis=1)
+    assert np.allclose(rows[found.student], 1)
+    assert rows.sum() == pytest.approx(len(set(found.student.tolist())))
+    if method in ONE_TO_ONE:
+        assert (found.weight == 1).all()
+        assert matrix.sum(axis=0).max(initial=0) <= 1
+
+
+def strings(text: str, side: Pieces) -> dict[int, str]:
+    """Place among all tokens -> characters, of the tokens that have some."""
+    found = {place: text[start:end].strip() for place, (_, start, end, _) in enumerate(side.tolist())}
+    return {place: string for place, string in found.items() if string}
+
+
+def test_matrices_of_a_batch_stand_where_the_padding_leaves_them() -> None:
+    one, two = np.array([0, 1], np.int32), np.array([0], np.int32)
+    batch = [Alignment(one, one, np.ones(2, np.float32)), Alignment(two, two, np.ones(1, np.float32))]
+    student = np.array([[True, True, False], [True, False, False]])
+    right = np.array([[True, True, False, False], [True, False, False, False]])
+    assert np.argwhere(dense(batch, student, right)).tolist() == [[0, 0, 0], [0, 1, 1], [1, 0, 0]]
+    left = right[:, ::-1]
+    assert np.argwhere(dense(batch, student, left)).tolist() == [[0, 0, 2], [0, 1, 3], [1, 0, 3]]
+    assert np.argwhere(dense(batch, student[:, ::-1], left)).tolist() == [[0, 1, 2], [0, 2, 3], [1, 2, 3]]
+    assert dense([], np.zeros((0, 3), np.bool_), np.zeros((0, 4), np.bool_)).shape == (0, 3, 4)
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(TeacherError, match="'nearest' is unknown; expected one of offset, mined_types"):
+        align("a", pieces((0, 1)), pieces((0, 1)), "nearest", lower=False)
+
+
+def test_a_real_tokenizer_is_aligned_with_single_characters(minilm: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from teacher_cache.teachers.pieces import text_pieces
+
+    text = "Unbelievably quiet harbours"
+    (student,) = text_pieces(AutoTokenizer.from_pretrained(minilm), [text])
+    letters = pieces(*((place, place + 1) for place in range(len(text))), specials=True)
+    found = align(text, letters, student, "offset", lower=True)
+    # Each word meets its first letter; specials meet specials.
+    assert [text[letters[t, 1] : letters[t, 2]] for t in found.teacher.tolist()][1:-1] == [
+        text[start] for _, start, _, role in student.tolist() if role == TEXT
+    ]
+    assert mapped(found)[0] == (0, 0)
+    assert mapped(found)[-1] == (len(student) - 1, len(letters) - 1)

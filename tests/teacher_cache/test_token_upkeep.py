@@ -1,0 +1,347 @@
+"""Caches with token columns are checked, mended, indexed anew, cleared and joined as others are."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from teacher_cache.build import BuildReport
+from teacher_cache.cache import TeacherCache
+from teacher_cache.convert import convert
+from teacher_cache.errors import DamagedCache
+from teacher_cache.merge import merge
+from teacher_cache.reclaim import reclaim
+from teacher_cache.reindex import reindex
+from teacher_cache.repair import repair
+from teacher_cache.storage.index import Change, quarantine_key, shard_key
+from teacher_cache.token_columns import ATTENTION, PIECES, STATES
+from teacher_cache.transfer.exporter import export
+from teacher_cache.verify import verify
+from tests.teacher_cache.small_caches import built, numbered, unequal_rows
+from tests.teacher_cache.token_caches import (
+    LAYERS,
+    STATES_ONLY,
+    assert_said,
+    columns_of,
+    opened,
+    token_cache,
+    token_files,
+)
+from tests.teacher_cache.toy_variants import BadTokens
+
+TEXTS = numbered(20)
+ARRAYS = (STATES, PIECES, ATTENTION)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of 20 texts with every column in token shards of 4."""
+    return token_cache(tmp_path_factory.mktemp("made"), TEXTS)[0]
+
+
+@pytest.fixture
+def path(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "cache"))
+
+
+def shard(path: Path, array: str, number: int) -> Path:
+    (found,) = path.glob(f"spaces/*/{array}/c/{number}")
+    return found
+
+
+def flip(file: Path, place: int = 20) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-30])
+
+
+def other_values(file: Path) -> None:
+    """A sound shard, but another one's."""
+    other = file.with_name("1" if file.name != "1" else "0")
+    file.write_bytes(other.read_bytes())
+
+
+def kinds(path: Path, *, deep: bool = True) -> dict[str, int]:
+    return {damage.kind: damage.rows for damage in verify(path, deep=deep).damage}
+
+
+def filled_again(path: Path) -> BuildReport:
+    """Build the cache of the fixture again."""
+    return built(path.parent, TEXTS, tokens=LAYERS)
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+@pytest.mark.parametrize(
+    ("damage", "kind", "quick"),
+    [
+        (Path.unlink, "missing_shard", True),
+        (cut, "damaged_shard", True),
+        (flip, "damaged_shard", False),
+        (other_values, "digest", False),
+    ],
+)
+def test_damage_of_a_token_shard_is_found_and_the_next_build_fills_exactly_it(
+    path: Path, array: str, damage: Callable[[Path], None], kind: str, quick: bool
+) -> None:
+    damage(shard(path, array, 2))
+    assert kinds(path) == {kind: 4}
+    if quick:
+        assert kinds(path, deep=False) == {kind: 4}
+    mended = repair(path)
+    assert mended.ok
+    assert mended.missing == 4
+    (mend,) = mended.mended
+    assert mend.rows == 4
+    assert f"--columns vectors,tokens{',attention' * (array == ATTENTION)}` encodes them" in mend.action
+    assert verify(path, deep=True).ok
+    lost = [8, 9, 10, 11]
+    tokens = columns_of(opened(path))
+    assert np.flatnonzero(~tokens.present(np.arange(20), attention=True)).tolist() == lost
+    assert np.flatnonzero(~tokens.present(np.arange(20))).tolist() == (lost if array != ATTENTION else [])
+    assert opened(path).present(np.arange(20)).all()
+    again = filled_again(path)
+    assert (again.cached, again.encoded, again.token_texts) == (16, 4, 4)
+    assert_said(opened(path), TEXTS)
+    assert verify(path, deep=True).ok
+
+
+def test_two_damaged_arrays_of_one_shard_cost_its_rows_once(path: Path) -> None:
+    flip(shard(path, STATES, 1))
+    flip(shard(path, PIECES, 1))
+    flip(shard(path, ATTENTION, 3))
+    mended = repair(path)
+    assert mended.ok
+    assert sorted(mend.rows for mend in mended.mended) == [0, 4, 4]
+    assert mended.missing == 8
+    assert filled_again(path).encoded == 8
+    assert_said(opened(path), TEXTS)
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_a_shard_that_is_to_grow_refuses_to_vouch_for_damage(tmp_path: Path, array: str) -> None:
+    path, _ = token_cache(tmp_path, TEXTS[:18])
+    other_values(shard(path, array, 4))
+    before = shard(path, array, 4).read_bytes()
+    with pytest.raises(DamagedCache, match="does not hold the values that were written, so nothing is added"):
+        built(tmp_path, TEXTS, tokens=LAYERS)
+    assert shard(path, array, 4).read_bytes() == before
+    assert set(kinds(path)) == {"digest"}
+    assert repair(path).ok
+    assert built(tmp_path, TEXTS, tokens=LAYERS).encoded == 4
+    assert_said(opened(path), TEXTS)
+
+
+def test_columns_that_do_not_go_together_are_found_where_every_digest_holds(path: Path) -> None:
+    with TeacherCache.open(path, "r+") as cache:
+        tokens = columns_of(cache.space())
+        column = tokens.columns[PIECES]
+        record = column.record(0)
+        assert record is not None
+        values = column.array.read_shard(0, record.present)
+        values[2] = values[2][:-16]  # a piece less than there are states
+        receipt = column.array.write_shard(0, values, record.present)
+        packed = type(record)(receipt.digest, 0.0, receipt.size, record.present).pack()
+        cache.index.commit([Change("shards", shard_key(column.name, 0), packed)])
+    assert kinds(path) == {"tokens": 1}
+    (damage,) = verify(path, deep=True).damage
+    assert damage.where.endswith("row 2")
+    assert repair(path).missing == 4
+    filled_again(path)
+    assert_said(opened(path), TEXTS)
+
+
+def test_states_without_pieces_are_found_by_a_quick_check(path: Path) -> None:
+    with TeacherCache.open(path, "r+") as cache:
+        name = columns_of(cache.space()).columns[PIECES].name
+        cache.index.commit([Change("shards", shard_key(name, 1), None)])
+    assert kinds(path, deep=False) == {"count": 4}
+    assert repair(path).ok
+    assert filled_again(path).encoded == 4
+    assert_said(opened(path), TEXTS)
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_lost_metadata_of_an_array_are_written_again(path: Path, array: str) -> None:
+    (file,) = path.glob(f"spaces/*/{array}/zarr.json")
+    before = file.read_bytes()
+    file.unlink()
+    assert kinds(path, deep=False) == {"damaged_space": 0}
+    mended = repair(path)
+    assert [mend.kind for mend in mended.mended] == ["damaged_space"]
+    assert mended.ok
+    assert json.loads(file.read_bytes()) == json.loads(before)
+    assert verify(path, deep=True).ok
+    assert_said(opened(path), TEXTS)
+
+
+def lose_index(path: Path) -> None:
+    shutil.rmtree(path / "index.lmdb")
+
+
+def test_a_lost_index_gets_its_token_columns_back(path: Path) -> None:
+    lose_index(path)
+    report = reindex(path)
+    assert report.ok
+    assert list(report.tokens.values()) == [20]
+    assert verify(path, deep=True).ok
+    assert_said(opened(path), TEXTS)
+    assert filled_again(path).encoded == 0
+
+
+def test_what_does_not_prove_itself_is_left_out_of_a_new_index_and_filled_again(path: Path) -> None:
+    flip(shard(path, STATES, 0))
+    other_values(shard(path, PIECES, 4))  # of texts of other lengths
+    shard(path, PIECES, 1).unlink()
+    flip(shard(path, ATTENTION, 2))
+    lose_index(path)
+    assert not reindex(path).ok
+    tokens = columns_of(opened(path))
+    assert np.flatnonzero(tokens.present(np.arange(20))).tolist() == list(range(8, 16))
+    assert np.flatnonzero(tokens.present(np.arange(20), attention=True)).tolist() == list(range(12, 16))
+    assert verify(path, deep=True).ok
+    assert filled_again(path).encoded == 16
+    assert_said(opened(path), TEXTS)
+    assert verify(path, deep=True).ok
+
+
+def test_token_columns_that_cannot_be_opened_cost_a_new_index_nothing_else(path: Path) -> None:
+    (file,) = path.glob(f"spaces/*/{STATES}/zarr.json")
+    file.unlink()
+    lose_index(path)
+    assert not reindex(path).ok
+    assert unequal_rows(opened(path), TEXTS) == []
+    assert opened(path).tokens is None
+    assert filled_again(path).token_texts == 20
+    assert_said(opened(path), TEXTS)
+
+
+def test_a_dropped_space_takes_its_token_columns_with_it(tmp_path: Path) -> None:
+    path, report = token_cache(tmp_path, [*TEXTS[:6], "nan 1"], teacher=BadTokens.options())
+    reclaim(path, spaces=[report.space])
+    assert not list((path / "spaces").iterdir())
+    with TeacherCache.open(path) as cache:
+        for array in ARRAYS:
+            name = f"spaces/{report.space}/{array}"
+            assert list(cache.index.iter_shards(name)) == []
+            assert cache.index.quarantined(name) == {}
+    assert verify(path, deep=True).ok
+    assert token_cache(tmp_path, TEXTS[:6], teacher=BadTokens.options())[1].token_texts == 6
+
+
+def test_columns_of_a_build_that_never_published_any_are_cleared_away(tmp_path: Path) -> None:
+    built(tmp_path, TEXTS)
+    path = tmp_path / "cache"
+    with TeacherCache.open(path, "r+") as cache:
+        from teacher_cache.token_columns import TokenRecord
+        from teacher_cache.tokens import TokenShape
+
+        view = cache.ensure_tokens(cache.space(), TokenRecord(TokenShape(24, 3, 2, False), "float16", (1, 3)))
+    told = {one.where for one in reclaim(path, dry_run=True).freed}
+    assert told == {f"spaces/{view.slug}/{array}" for array in ARRAYS}
+    assert {one.where for one in reclaim(path).freed} == told
+    assert "columns" not in json.loads((view.folder / "space.json").read_text())
+    assert verify(path, deep=True).ok
+    assert reclaim(path).freed == []
+
+
+def test_clearing_away_keeps_columns_that_are_published_and_removes_what_a_kill_left(path: Path) -> None:
+    before = token_files(path)
+    left = shard(path, STATES, 0).with_name(f"0.{os.getpid()}.writing")
+    left.write_bytes(b"half")
+    assert verify(path).leftovers == [str(left.relative_to(path))]
+    assert [one.what for one in reclaim(path).freed] == ["leftover"]
+    assert token_files(path) == before
+
+
+def test_conversion_leaves_token_columns_as_they_are_and_says_so(path: Path) -> None:
+    before = token_files(path)
+    assert convert(path, "compact").token_columns == "tokens of 24 as float16, attention of layers 1, 3"
+    reclaim(path)
+    assert token_files(path) == before
+    assert_said(opened(path), TEXTS)
+    lose_index(path)
+    reindex(path)
+    assert_said(opened(path), TEXTS)
+    assert verify(path, deep=True).ok
+
+
+def test_an_export_says_that_it_leaves_token_columns_out(path: Path, tmp_path: Path) -> None:
+    assert export(path, tmp_path / "out", "npy").token_columns == "tokens of 24 as float16, attention of layers 1, 3"
+
+
+def test_caches_are_joined_with_their_token_columns(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, _ = token_cache(tmp_path / "a", TEXTS[:9], name="a")
+    other, _ = token_cache(tmp_path / "b", TEXTS[5:][::-1], tokens=STATES_ONLY, storage="raw", name="b")
+    into = tmp_path / "joined"
+    report = merge([one, other], into)
+    assert report.left_out == []
+    assert report.token_texts == 9 + 11
+    assert verify(into, deep=True).ok
+    view = opened(into)
+    assert_said(view, TEXTS, STATES_ONLY)
+    assert_said(view, TEXTS[:9])
+    with TeacherCache.open(into) as cache:
+        rows = cache.lookup(TEXTS)
+    assert columns_of(view).present(rows, attention=True).tolist() == [True] * 9 + [False] * 11
+    assert merge([one, other], into).token_texts == 0
+
+
+def test_attention_of_one_cache_joins_states_of_another(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, _ = token_cache(tmp_path / "a", TEXTS, tokens=STATES_ONLY, name="a")
+    other, _ = token_cache(tmp_path / "b", TEXTS[:7], name="b")
+    states = token_files(one, STATES)
+    report = merge([other], one)
+    assert (report.token_texts, report.left_out) == (7, [])
+    assert token_files(one, STATES) == states
+    assert_said(opened(one), TEXTS[:7])
+    assert_said(opened(one), TEXTS, STATES_ONLY)
+    assert verify(one, deep=True).ok
+
+
+def test_token_columns_in_another_format_are_left_out_of_a_joined_cache_and_named(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, _ = token_cache(tmp_path / "a", TEXTS[:9], name="a")
+    other, _ = token_cache(tmp_path / "b", TEXTS[9:], token_storage="compact", name="b")
+    report = merge([other], one)
+    (line,) = report.left_out
+    assert line.startswith(f"tokens of 24 as compact, attention of layers 1, 3 of {other}: space ")
+    assert "keeps tokens as float16, not compact" in line
+    assert report.token_texts == 0
+    assert_said(opened(one), TEXTS[:9])
+    assert unequal_rows(opened(one), TEXTS) == []
+    assert verify(one, deep=True).ok
+
+
+def test_damaged_token_columns_are_not_copied_into_another_cache(path: Path, tmp_path: Path) -> None:
+    other_values(shard(path, STATES, 2))
+    with pytest.raises(DamagedCache, match="does not hold the values that were written"):
+        merge([path], tmp_path / "joined")
+    assert verify(tmp_path / "joined", deep=True).ok
+
+
+def test_a_refusal_of_tokens_is_taken_back_by_a_sound_answer(path: Path) -> None:
+    with TeacherCache.open(path, "r+") as cache:
+        view = cache.space()
+        tokens = columns_of(view)
+        name = tokens.columns[STATES].name
+        stored = dict(enumerate(tokens.gather_stored(np.arange(4), attention=True)))
+        changes = [Change("shards", shard_key(column.name, 0), None) for column in tokens.columns.values()]
+        cache.index.commit([*changes, Change("quarantine", quarantine_key(name, 2), b"tokens: once NaN")])
+        fresh = columns_of(cache.space())
+        assert fresh.missing_rows(np.arange(20)).tolist() == [0, 1, 3]
+        cache.index.commit(fresh.write(0, stored, dict.fromkeys(stored, 0.0), {}))
+        assert fresh.quarantined() == {}
+    assert_said(opened(path), TEXTS)

@@ -1,0 +1,93 @@
+"""Caches with token columns, and what the toy teacher says token by token."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from teacher_cache import token_columns
+from teacher_cache.build import BuildReport
+from teacher_cache.cache import TeacherCache
+from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
+from teacher_cache.text_key import text_keys
+from teacher_cache.token_columns import TokenColumns
+from teacher_cache.tokens import TextTokens, TokenRequest
+from teacher_cache.view import SpaceView
+from tests.teacher_cache.small_caches import TOY, built
+
+STATES_ONLY = TokenRequest()
+LAYERS = TokenRequest(attention=(1, 3))
+TOLERANCE = {"float16": 1e-3, "raw": 1e-3, "compact": 1e-2}
+# Bytes of usual texts of the toy teacher in float16 with two layers of attention: token shards of four rows.
+FOUR_ROWS = 4 * (32 * (24 * 2 + 16) + 2 * 32 * (1 + 2 * 32))
+
+
+def tokens_said(
+    texts: Sequence[str], request: TokenRequest = LAYERS, teacher: TeacherOptions = TOY
+) -> list[TextTokens]:
+    """What the teacher says of the texts token by token, without any cache."""
+    return load_teacher(replace(resolve(teacher), request=request)).encode_counted(texts).by_token or []
+
+
+def columns_of(view: SpaceView) -> TokenColumns:
+    assert view.tokens is not None
+    return view.tokens
+
+
+def rows_of(view: SpaceView, texts: Sequence[str]) -> Any:
+    return view.index.find(text_keys(texts))
+
+
+def assert_said(view: SpaceView, texts: Sequence[str], request: TokenRequest = LAYERS) -> None:
+    """What is stored of the texts is what the toy teacher says."""
+    columns = columns_of(view)
+    attention = request.attention is not None
+    stored = columns.gather(rows_of(view, texts), attention=attention)
+    close = TOLERANCE[columns.record.storage]
+    for text, found, said in zip(texts, stored, tokens_said(texts, request), strict=True):
+        np.testing.assert_array_equal(found.pieces, said.pieces, err_msg=text)
+        np.testing.assert_allclose(found.states, said.states, rtol=close, atol=close, err_msg=text)
+        if attention:
+            np.testing.assert_allclose(found.importance, said.importance, rtol=1e-3)  # type: ignore[arg-type]
+            np.testing.assert_allclose(found.attention, said.attention, rtol=1e-3)  # type: ignore[arg-type]
+        else:
+            assert found.importance is None
+            assert found.attention is None
+
+
+@contextmanager
+def small_shards(size: int = FOUR_ROWS) -> Iterator[None]:
+    """Token shards of at most so many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_columns, "SHARD_BYTES", size)
+        yield
+
+
+def token_cache(
+    folder: Path, texts: Sequence[str], *, tokens: TokenRequest = LAYERS, **options: Any
+) -> tuple[Path, BuildReport]:
+    """A cache of vector shards of 8 rows, and token shards of 4 where there is attention."""
+    with small_shards():
+        report = built(folder, texts, tokens=tokens, **options)
+    return folder / "cache", report
+
+
+def token_files(path: Path, array: str = "*") -> dict[str, bytes]:
+    """Every file of token columns by its name in the space."""
+    names = ("tokens.zarr", "pieces.zarr", "attention.zarr") if array == "*" else (array,)
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for folder in (path / "spaces").iterdir()
+        for name in names
+        for file in (folder / name).rglob("*")
+        if file.is_file()
+    }
+
+
+def opened(path: Path) -> SpaceView:
+    """The only space of a cache, open to read."""
+    return TeacherCache.open(path).space()
