@@ -118,7 +118,7 @@ class Side:
         student = Student.load(config.student)
         set_seed(SEED)
         objective = made(method, student.shape, targets.shape)
-        targets.check(objective)
+        targets.check(objective, manifest)
         dataset = targets.dataset(manifest, objective)
         order = WindowedShuffle(len(dataset), setting.batch, window=WINDOW, seed=SEED)
         self.setting = setting

@@ -335,7 +335,7 @@ def test_a_repair_says_what_it_did_and_the_build_after_it_encodes_just_that(corp
     assert "its 4 rows are missing now" in result.stdout
     assert result.stdout.splitlines()[-2:] == [
         "1 mended, 0 not; 4 rows are missing now",
-        "next: tcache build with the same corpus and teacher",
+        "next: tcache build with the same corpus, teacher and --columns",
     ]
     assert "0 cached, 4 encoded" in run("build", corpus, "--teacher", "toy", "--cache", cache).stdout
     assert json.loads(run("repair", cache, "--json").stdout) == {"ok": True, "mended": [], "unmended": [], "missing": 0}
