@@ -286,8 +286,9 @@ class RunConfig:
 
     def window(self, *, tokens: bool) -> int:
         """Records shuffled together, where every token of them is in memory too or not."""
-        batch = self.training.per_device_train_batch_size
-        return self.data.window or max(TOKEN_WINDOW if tokens else WINDOW, batch)
+        if self.data.window is not None:
+            return self.data.window
+        return max(TOKEN_WINDOW if tokens else WINDOW, self.training.per_device_train_batch_size)
 
     def to_yaml(self) -> str:
         """The whole configuration, defaults included; `load` reads it back."""

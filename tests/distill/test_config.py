@@ -202,3 +202,10 @@ def test_a_space_may_be_asked_for_by_its_fields() -> None:
     assert whole.space == single.space == {"teacher": "toy", "dims": 8}
     assert RunConfig.load(None, ["space.prompt=query: "]).space == {"prompt": "query: "}
     assert RunConfig.load(None, ["space=toy@12345678"]).space == "toy@12345678"
+
+
+def test_a_window_of_nothing_is_refused_and_not_taken_for_the_default() -> None:
+    with pytest.raises(ConfigError, match="data.window is 0; expected at least 32"):
+        RunConfig.load(None, ["data.window=0"])
+    assert RunConfig().window(tokens=False) == 16384
+    assert RunConfig().window(tokens=True) == 1024
