@@ -205,7 +205,7 @@ def test_a_space_may_be_asked_for_by_its_fields() -> None:
 
 
 def test_a_window_of_nothing_is_refused_and_not_taken_for_the_default() -> None:
-    with pytest.raises(ConfigError, match="data.window is 0; expected at least 32"):
+    with pytest.raises(ConfigError, match=r"data\.window is 0; expected at least 32"):
         RunConfig.load(None, ["data.window=0"])
     assert RunConfig().window(tokens=False) == 16384
     assert RunConfig().window(tokens=True) == 1024
