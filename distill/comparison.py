@@ -338,8 +338,7 @@ def _another_seed(one: Row, other: Row) -> bool:
     """Whether the seed is what two runs differ in; the same run twice says nothing of the spread."""
     if one.config is None or other.config is None:
         return False
-    different = one.config.difference(other.config).keys() - {*PLACES}
-    return different == {SEED}
+    return one.config.difference(other.config).keys() - set(PLACES) == {SEED}
 
 
 def _same_sources(one: Row, other: Row) -> bool:

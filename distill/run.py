@@ -289,7 +289,7 @@ def _objective(config: RunConfig, student: StudentShape, targets: Targets) -> Ob
         raise ConfigError(f"objective {chosen.name} has no option {unknown[0]!r}; {hint}") from error
     except ConfigError as error:  # it was told of sentence vectors alone, and advises to build what is there
         if isinstance(targets.space, JointSpace) and kind.needs.tokens:
-            raise NeedsNotMet(several_spaces(chosen.name)) from error
+            raise NeedsNotMet(several_spaces(f"objective {chosen.name}")) from error
         raise
 
 

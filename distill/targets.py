@@ -203,7 +203,7 @@ def require_tokens(who: str, objective: Objective, space: SpaceView | JointSpace
     """
     needs, layers = objective.needs, attention_layers(objective)
     if isinstance(space, JointSpace):
-        raise NeedsNotMet(f"{who} compares tokens, which several spaces do not have in common; name one space")
+        raise NeedsNotMet(several_spaces(who))
     if needs.internals:
         raise NeedsNotMet(
             f"{who} with these options compares every layer of the teacher, head by head, which no cache keeps; use "
@@ -226,9 +226,9 @@ def require_tokens(who: str, objective: Objective, space: SpaceView | JointSpace
     return space.tokens
 
 
-def several_spaces(objective: str) -> str:
+def several_spaces(who: str) -> str:
     """Why an objective that compares tokens is refused several spaces."""
-    return f"objective {objective} compares tokens, which several spaces do not have in common; name one space"
+    return f"{who} compares tokens, which several spaces do not have in common; name one space"
 
 
 def two_texts(objective: Objective) -> bool:

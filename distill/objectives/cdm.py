@@ -30,7 +30,7 @@ from distill.errors import ConfigError
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets
 from distill.objectives.dskd import REDUCTIONS, direction_loss, token_states, token_width
 from distill.objectives.options import check, check_choice, check_positive, check_weight
-from distill.objectives.simcse import info_nce
+from distill.objectives.simcse import contrast_views
 
 ALIGNMENTS = ("dtw_mean", "dtw_strict")
 
@@ -113,8 +113,7 @@ class CDM(Objective):
                     said, teacher.vectors.detach(), self.reduction
                 )
             if self.simcse_weight and student.views > 1:
-                text_ids = teacher.text_ids if self.mask_duplicates else None
-                contrast = info_nce(pooled, student.view(1)[-1], self.temperature, text_ids)
+                contrast = contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)
                 terms["simcse"] = self.simcse_weight * contrast
         return terms
 

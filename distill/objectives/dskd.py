@@ -45,7 +45,7 @@ from distill.objectives.base import (
     unit,
 )
 from distill.objectives.options import check, check_choice, check_positive, check_weight
-from distill.objectives.simcse import info_nce
+from distill.objectives.simcse import contrast_views
 
 REDUCTIONS = ("sum_dim", "mean")
 
@@ -198,8 +198,7 @@ class DSKD(Objective):
                 there = direction_loss(target, of_student, self.reduction, theirs.mask & ~theirs.special)
                 terms["token"] = self.token_weight * (here + there)
             if self.simcse_weight and student.views > 1:
-                text_ids = teacher.text_ids if self.mask_duplicates else None
-                contrast = info_nce(pooled, student.view(1)[-1], self.temperature, text_ids)
+                contrast = contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)
                 terms["simcse"] = self.simcse_weight * contrast
         return terms
 

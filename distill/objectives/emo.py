@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from distill.errors import ConfigError
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
 from distill.objectives.options import check, check_choice, check_count, check_positive, check_weight
-from distill.objectives.simcse import info_nce
+from distill.objectives.simcse import contrast_views
 
 VIEWS = ("dropout", "pair")
 # Methods of `teacher_cache.alignment` that map one to one.
@@ -186,8 +186,7 @@ class EMO(Objective):
             if self.otis_weight:
                 terms["otis"] = self.otis_weight * self._transport(student, teacher)
             if self.simcse_weight and student.views > 1:
-                text_ids = teacher.text_ids if self.mask_duplicates else None
-                contrast = info_nce(student.view(0)[-1], student.view(1)[-1], self.temperature, text_ids)
+                contrast = contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)
                 terms["simcse"] = self.simcse_weight * contrast
         return terms
 

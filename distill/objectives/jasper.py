@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
 from distill.objectives.options import check, check_choice, check_count, check_positive, check_weight
-from distill.objectives.simcse import info_nce
+from distill.objectives.simcse import contrast_views
 
 MATRYOSHKA = ("prefixes", "heads")
 # Differences of pairs that `order_loss` holds at a time: 4 MiB a float32 tensor.
@@ -171,8 +171,7 @@ class Jasper(Objective):
             return terms
         terms = {name: (1 - self.simcse_weight) * value for name, value in terms.items()}
         if student.views > 1:
-            text_ids = teacher.text_ids if self.mask_duplicates else None
-            contrast = info_nce(pooled, student.view(1)[-1], self.temperature, text_ids)
+            contrast = contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)
             terms["simcse"] = self.simcse_weight * contrast
         return terms
 

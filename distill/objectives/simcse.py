@@ -27,6 +27,12 @@ def info_nce(first: Tensor, second: Tensor, temperature: float, text_ids: Tensor
         return torch.nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
 
+def contrast_views(student: StudentOutput, teacher: TeacherTargets, temperature: float, *, mask: bool) -> Tensor:
+    """`info_nce` from the first to the second view of the last layer; `mask` takes equal texts for no negatives."""
+    text_ids = teacher.text_ids if mask else None
+    return info_nce(student.view(0)[-1], student.view(1)[-1], temperature, text_ids)
+
+
 class SimCSE(Objective):
     """`info_nce` between two views of the last layer; the teacher's vectors are not looked at.
 
@@ -64,6 +70,4 @@ class SimCSE(Objective):
         """The one term, "simcse"; none where there is no second view."""
         if student.views < 2:
             return {}
-        first, second = student.view(0)[-1], student.view(1)[-1]
-        text_ids = teacher.text_ids if self.mask_duplicates else None
-        return {"simcse": info_nce(first, second, self.temperature, text_ids)}
+        return {"simcse": contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)}

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from distill.errors import ConfigError
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
 from distill.objectives.options import check, check_choice, check_count, check_positive, check_weight
-from distill.objectives.simcse import info_nce
+from distill.objectives.simcse import contrast_views
 
 VIEWS = ("dropout", "pair")
 HEADS = ("learned", "identity")
@@ -133,8 +133,7 @@ class Talas(Objective):
             if self.lasd_weight:
                 terms["lasd"] = self.lasd_weight * self._alignment(layers)
             if self.simcse_weight and student.views > 1:
-                text_ids = teacher.text_ids if self.mask_duplicates else None
-                contrast = info_nce(layers[-1], student.view(1)[-1], self.temperature, text_ids)
+                contrast = contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)
                 terms["simcse"] = self.simcse_weight * contrast
         return terms
 
