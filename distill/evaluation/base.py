@@ -14,10 +14,25 @@ import numpy.typing as npt
 
 from distill.errors import EvaluationError
 
-DOMAINS = ("in", "out", "other")
+DOMAINS = ("in", "out", "other", "apart")
 
-# Gives the (n, d) float32 vectors of n texts, in order; it knows every text that the task listed.
-Vectors = Callable[[Sequence[str]], npt.NDArray[np.float32]]
+# Who encodes a text, and as what: the evaluated model a plain text, a query or a document, or the teacher.
+TEXT, QUERY, DOCUMENT = "text", "query", "document"
+TEACHER, TEACHER_QUERY, TEACHER_DOCUMENT = "teacher", "teacher query", "teacher document"
+ROLES = (TEXT, QUERY, DOCUMENT, TEACHER, TEACHER_QUERY, TEACHER_DOCUMENT)
+
+
+class Input(NamedTuple):
+    """A text, and the role in which it is encoded: one of `ROLES`."""
+
+    text: str
+    role: str = TEXT
+
+
+class Vectors(Protocol):
+    """Gives the `(n, d)` float32 vectors of n texts in one role, in order; it knows all that the task listed."""
+
+    def __call__(self, texts: Sequence[str], role: str = TEXT, /) -> npt.NDArray[np.float32]: ...
 
 
 class Encoder(Protocol):
@@ -35,7 +50,7 @@ class Task(ABC):
         metric: name of the figure that `score` returns and that averages are taken over.
         name: the task's name, which its files start with.
         domain: "in" if the students' training corpus has texts of this source, "out" if not, "other" for a
-            task that only counts in the average over all.
+            task that only counts in the average over all, "apart" for one that counts in none.
         split: which labelled part is scored. Choose models on "validation", report on "test".
     """
 
@@ -60,6 +75,10 @@ class Task(ABC):
         Raises:
             EvaluationError: a file is missing or malformed.
         """
+
+    def inputs(self) -> list[Input]:
+        """The texts with their roles; a task whose texts have several roles says so here."""
+        return [Input(text) for text in self.texts()]
 
     @abstractmethod
     def score(self, vectors: Vectors) -> dict[str, float]:
@@ -212,7 +231,7 @@ class Report:
 
     Attributes:
         tasks: by task name, in the order they ran.
-        texts: distinct texts, each encoded once.
+        texts: distinct texts; each is encoded once by an encoder, whatever its roles.
         seconds: the whole evaluation; `encode_seconds` of it went into the encoder.
     """
 
@@ -224,14 +243,14 @@ class Report:
 
     @property
     def averages(self) -> dict[str, Average]:
-        """`in_domain`, `out_of_domain` and `all`, each over those of its tasks that ran."""
+        """`in_domain`, `out_of_domain` and `all`, each over those of its tasks that ran; "apart" is in none."""
         by_domain = {
             domain: [task.score for task in self.tasks.values() if task.domain == domain] for domain in DOMAINS
         }
         return {
             "in_domain": Average.of(by_domain["in"]),
             "out_of_domain": Average.of(by_domain["out"]),
-            "all": Average.of([task.score for task in self.tasks.values()]),
+            "all": Average.of([task.score for task in self.tasks.values() if task.domain != "apart"]),
         }
 
     def to_json(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from distill.errors import EvaluationError
 from distill.evaluation import load_task
-from distill.evaluation.base import Encoder, Report, Task, TaskScore
+from distill.evaluation.base import ROLES, TEXT, Encoder, Report, Task, TaskScore
 
 if TYPE_CHECKING:
     from teacher_cache.teachers import TeacherOptions
@@ -109,42 +109,60 @@ class Evaluator:
             raise EvaluationError(f"tasks are told apart by name, and two are called {', '.join(twice)}")
         self.tasks = list(tasks)
 
-    def __call__(self, encoder: Encoder, model: str = "") -> Report:
-        """Encode all distinct texts, in one float32 matrix, then score each task on its rows.
+    def __call__(self, encoders: Encoder | Mapping[str, Encoder], model: str = "") -> Report:
+        """Encode every distinct text once by each encoder, in one float32 matrix, then score each task on its rows.
 
         Args:
+            encoders: one for every role, or by role; roles that share an encoder share its vectors.
             model: what the report calls the encoder.
 
         Raises:
-            EvaluationError: a file is missing or malformed, or the encoder gives NaN, infinity or a wrong
-                shape.
+            EvaluationError: a file is missing or malformed, a role has no encoder, or an encoder gives NaN,
+                infinity or a wrong shape.
         """
         start = time.perf_counter()
-        rows: dict[str, int] = {}
+        by_role = encoders if isinstance(encoders, Mapping) else dict.fromkeys(ROLES, encoders)
+        # Encoder by identity -> row of each of its texts.
+        rows: dict[int, dict[str, int]] = {id(encoder): {} for encoder in by_role.values()}
         for task in self.tasks:
-            for text in task.texts():
-                rows.setdefault(text, len(rows))
+            for text, role in task.inputs():
+                if role not in by_role:
+                    raise EvaluationError(
+                        f"task {task.name!r} needs vectors of role {role!r}, and no encoder gives them"
+                    )
+                own = rows[id(by_role[role])]
+                own.setdefault(text, len(own))
         encoding = time.perf_counter()
-        matrix = encode_all(encoder, list(rows))
+        kept = {id(encoder): encoder for encoder in by_role.values()}
+        matrices = {key: encode_all(kept[key], list(own)) for key, own in rows.items() if own}
         encode_seconds = time.perf_counter() - encoding
-        self._refuse_non_finite(matrix, rows)
-        scores = {task.name: _scored(task, _Lookup(task.name, matrix, rows)) for task in self.tasks}
+        self._refuse_non_finite(by_role, matrices, rows)
+        lookups = {role: (matrices[key], rows[key]) for role, e in by_role.items() if (key := id(e)) in matrices}
+        scores = {task.name: _scored(task, _Lookup(task.name, lookups)) for task in self.tasks}
         return Report(
             model=model,
             tasks=scores,
-            texts=len(rows),
+            texts=len(set().union(*rows.values())),
             seconds=time.perf_counter() - start,
             encode_seconds=encode_seconds,
         )
 
-    def _refuse_non_finite(self, matrix: npt.NDArray[np.float32], rows: dict[str, int]) -> None:
-        bad = set(np.flatnonzero(~np.isfinite(matrix).all(axis=1)).tolist())
-        if bad:
-            counts = {task.name: sum(rows[text] in bad for text in set(task.texts())) for task in self.tasks}
-            listed = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+    def _refuse_non_finite(
+        self,
+        by_role: Mapping[str, Encoder],
+        matrices: Mapping[int, npt.NDArray[np.float32]],
+        rows: Mapping[int, Mapping[str, int]],
+    ) -> None:
+        bad = {key: set(np.flatnonzero(~np.isfinite(m).all(axis=1)).tolist()) for key, m in matrices.items()}
+        if any(bad.values()):
+            listed = []
+            for task in self.tasks:
+                asked = {(id(by_role[role]), text) for text, role in task.inputs()}
+                count = sum(rows[key][text] in bad[key] for key, text in asked)
+                listed += [f"{task.name} {count}"] if count else []
             raise EvaluationError(
-                f"{len(bad)} of {len(rows)} texts got vectors with NaN or infinity (by task: {listed}); "
-                "encode in float32, or check the model's weights"
+                f"{sum(map(len, bad.values()))} of {sum(map(len, rows.values()))} texts got vectors with NaN or "
+                f"infinity (by task: {', '.join(listed)}); encode in float32, or check the model's weights"
             )
 
 
@@ -175,18 +193,18 @@ def encode_all(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32
 
 @dataclass(frozen=True)
 class _Lookup:
-    """The vectors of a task's texts, out of the matrix of all."""
+    """The vectors of a task's inputs, out of the matrices of all."""
 
     task: str
-    matrix: npt.NDArray[np.float32]
-    rows: dict[str, int]
+    by_role: Mapping[str, tuple[npt.NDArray[np.float32], Mapping[str, int]]]
 
-    def __call__(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    def __call__(self, texts: Sequence[str], role: str = TEXT, /) -> npt.NDArray[np.float32]:
         try:
-            return self.matrix[[self.rows[text] for text in texts]]
+            matrix, rows = self.by_role[role]
+            return matrix[[rows[text] for text in texts]]
         except KeyError as error:
             raise EvaluationError(
-                f"task {self.task!r} asks for the vector of a text that its texts() does not list: {error}"
+                f"task {self.task!r} asks for the vector of a {role} that its inputs() do not list: {error}"
             ) from error
 
 
