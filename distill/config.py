@@ -8,7 +8,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union
@@ -213,12 +213,7 @@ class RunConfig:
             ConfigError: the file cannot be read, a key is unknown or a value has the wrong type.
         """
         values = read_yaml(Path(path)) if path is not None else {}
-        for override in overrides:
-            key, equals, text = override.partition("=")
-            if not equals:
-                raise ConfigError(f"override {override!r} is not of the form key=value")
-            key = key.strip().replace("-", "_")
-            put(values, key, _override_value(key, text))
+        read_overrides(overrides, values, _override_value)
         config: RunConfig = build_config(cls, values, "")
         config.check()
         return config
@@ -319,11 +314,35 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+def read_overrides(
+    overrides: Sequence[str], values: dict[str, Any], read: Callable[[str, str], Any] | None = None
+) -> dict[str, Any]:
+    """Put `a.b=value` texts into nested `values`, which are returned.
+
+    Args:
+        read: key and text to a value; None reads YAML.
+
+    Raises:
+        ConfigError: one is not of that form, or its value not YAML.
+    """
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"override {override!r} is not of the form key=value")
+        key = key.strip().replace("-", "_")
+        put(values, key, (read or _yaml_value)(key, text))
+    return values
+
+
 def _override_value(key: str, text: str) -> Any:
     word = text.strip()
     structured = key == "space" and word[:1] in ("{", "[")
     if _is_text(key) and word not in ("null", "~") and word[:1] not in ("'", '"') and not structured:
         return text
+    return _yaml_value(key, text)
+
+
+def _yaml_value(key: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

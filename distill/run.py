@@ -5,15 +5,12 @@ The run folder holds `config.yaml` (resolved), `run.json` (what exactly was trai
 ends with the weights that an uninterrupted run would have had.
 """
 
-import difflib
-import inspect
 import json
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,26 +21,18 @@ import torch
 from torch import Tensor
 
 from distill.callbacks import TrainingProgress
+from distill.checkpoints import last_checkpoint, step_of, whole_checkpoints
 from distill.config import RunConfig
-from distill.errors import ConfigError, NeedsNotMet, RunFolderError
+from distill.errors import ConfigError, RunFolderError
 from distill.evaluation.agreement import agreement
 from distill.export import load_export
 from distill.export.card import model_card
-from distill.objectives import load_objective
-from distill.objectives.base import Objective, StudentShape
+from distill.method import build_objective, build_sharpness, held_out_rows, learned_projection, settled
+from distill.objectives.base import Objective
 from distill.run_folder import CONFIG, FINAL, RECORD, read_record
-from distill.sharpness import SharpnessAware, build_sharpness
 from distill.student import Student, student_shape
-from distill.targets import Targets, several_spaces
-from distill.trainer import (
-    STATE,
-    WEIGHTS,
-    Distillation,
-    DistillTrainer,
-    require_room,
-    settled_precision,
-    training_arguments,
-)
+from distill.targets import Targets
+from distill.trainer import Distillation, DistillTrainer, require_room, settled_precision, training_arguments
 from teacher_cache.cache import TeacherCache
 from teacher_cache.joint import JointSpace
 from teacher_cache.storage.files import replacing
@@ -51,9 +40,6 @@ from teacher_cache.storage.manifest import Manifest
 from teacher_cache.view import SpaceView
 
 CHECKED_TEXTS = 50
-# Below this many distinct texts nothing is held out; above, never more than this share.
-SMALLEST_HELD_OUT_FROM = 256
-HELD_OUT_SHARE = 8
 # Settings that say where something is.
 NAMES = ("cache", "output_dir", "space", "corpus")
 NEIGHBOURS = 10
@@ -112,28 +98,28 @@ def run(
         raise ConfigError(f"{'cache' if not config.cache else 'output_dir'} is not set; name it in the YAML or flags")
     folder = Path(config.output_dir)
     _check_settings(folder, config)
-    config = _settled(folder, config)
-    if resume and not any(map(_is_whole, _checkpoints(folder))):
+    config = settled(folder, config)
+    if resume and not whole_checkpoints(folder):
         raise RunFolderError(f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin")
     with TeacherCache.open(config.cache) as cache:
         targets, manifest = Targets(config, cache), cache.corpus(config.corpus)
         space = targets.space
         student = Student.load(config.student)
         set_seed(config.training.seed)  # before the first random weight
-        objective = _objective(config, student.shape, targets)
+        objective = build_objective(config, student.shape, targets)
         targets.check(objective, manifest)
         # Refused before training rather than after.
-        _projection(config, objective)
+        learned_projection(config, objective)
         export = load_export(config.export.format)
-        quarantined = targets.refused_rows(objective) if config.data.skip_quarantined else np.zeros(0, dtype=np.int64)
-        held_out = held_out_rows(config, manifest, cache.rows, without=quarantined)
+        skipped = targets.skipped_rows(objective)
+        held_out = held_out_rows(config, manifest, cache.rows, without=skipped)
         record = _describe(config, targets, manifest, student, objective, len(held_out))
         done = _same_run(folder, record)
         if done is not None:
             return _result(folder, done, finished_before=True)
-        dataset = targets.dataset(manifest, objective, np.union1d(held_out, quarantined))
+        dataset = targets.dataset(manifest, objective, np.union1d(held_out, skipped))
         model = Distillation(student, objective)
-        sharpness = _sharpness(config, model)
+        sharpness = build_sharpness(config, model)
         collator = targets.collator(manifest, objective, student)
         checkpoint = last_checkpoint(folder)
         trainer = DistillTrainer(model, config, dataset, collator, sharpness, report)
@@ -141,18 +127,18 @@ def run(
         if leads:
             _write(folder / CONFIG, config.to_yaml())
             _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
-        _announce(announce, record, len(dataset), _step(checkpoint))
+        _announce(announce, record, len(dataset), step_of(checkpoint))
         before = _agreement(student, cache, space, held_out)
         if checkpoint is None or not trainer.restore(checkpoint):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         student.cpu()
-        projection = _projection(config, objective)
+        projection = learned_projection(config, objective)
         record |= {
             "status": "finished",
             "steps": trainer.state.global_step,
             "seconds": round(time.monotonic() - started, 3),
             "loss": next((line["loss"] for line in reversed(trainer.state.log_history) if "loss" in line), None),
-            "resumed_from": _step(checkpoint),
+            "resumed_from": step_of(checkpoint),
             "cost": trainer.clock.cost(),
             "agreement": before
             and {
@@ -170,59 +156,6 @@ def run(
             _write(folder / FINAL / "README.md", model_card(record))
             _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
     return _result(folder, record, finished_before=False)
-
-
-def held_out_rows(
-    config: RunConfig, manifest: Manifest, table_rows: int, without: npt.NDArray[np.int64] | None = None
-) -> npt.NDArray[np.int64]:
-    """Rows kept out of training, ascending; the same for every run with the same seed and corpus.
-
-    Second texts of pairs are drawn too; a record that holds a held-out text anywhere is not trained on.
-
-    Args:
-        without: rows that are not to be drawn, because they have no vector.
-    """
-    rows = manifest.distinct_rows(table_rows)
-    if without is not None and len(without):
-        rows = np.setdiff1d(rows, without, assume_unique=True)
-    if len(rows) < SMALLEST_HELD_OUT_FROM or config.data.held_out == 0:
-        return np.zeros(0, dtype=np.int64)
-    count = min(config.data.held_out, len(rows) // HELD_OUT_SHARE)
-    chosen = np.random.default_rng(config.training.seed).choice(len(rows), size=count, replace=False)
-    return np.sort(rows[chosen])
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end; half-written and half-deleted ones are removed."""
-    whole = []
-    for path in _checkpoints(folder):
-        if _is_whole(path):
-            whole.append(path)
-        else:
-            # Written into again, it could look whole too early. Another process may be removing it as well.
-            shutil.rmtree(path, ignore_errors=True)
-    return max(whole, key=_step, default=None)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether all that an exact resume needs is there.
-
-    Trainer writes its state last, but other ranks write theirs without waiting, and a kill may also come
-    while an old checkpoint is being deleted.
-    """
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    states = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
-    if not all((checkpoint / name).is_file() for name in (WEIGHTS, "optimizer.pt", "scheduler.pt", *states)):
-        return False
-    try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        return bool(state["global_step"] == _step(checkpoint))
-    except (ValueError, KeyError, TypeError, OSError):
-        return False
 
 
 def _announce(announce: Callable[[str], None], record: dict[str, Any], records: int, step: int) -> None:
@@ -249,65 +182,17 @@ def check_run(config: RunConfig) -> None:
         KnownError: as `run`.
     """
     config.check()
-    config = _settled(Path(config.output_dir), config)
+    config = settled(Path(config.output_dir), config)
     shape = student_shape(config.student)
     with TeacherCache.open(config.cache) as cache:
         targets, manifest = Targets(config, cache), cache.corpus(config.corpus)
-        objective = _objective(config, shape, targets)
+        objective = build_objective(config, shape, targets)
         targets.check(objective, manifest)
-        _projection(config, objective)
+        learned_projection(config, objective)
         load_export(config.export.format)
-        _sharpness(config, torch.nn.LayerNorm(1))
+        build_sharpness(config, torch.nn.LayerNorm(1))
         batches = -(-len(manifest) // config.training.per_device_train_batch_size)
         training_arguments(config, batches, objective=objective)
-
-
-def _objective(config: RunConfig, student: StudentShape, targets: Targets) -> Objective:
-    chosen = config.objective
-    kind = load_objective(chosen.name)
-    options: dict[str, Any] = {}
-    if chosen.preset is not None:
-        if chosen.preset not in kind.presets:
-            raise ConfigError(
-                f"objective {chosen.name} has no preset {chosen.preset!r}; it has: {', '.join(kind.presets) or 'none'}"
-            )
-        options |= kind.presets[chosen.preset]
-    options |= chosen.options
-    try:
-        return kind(student, targets.shape, **options)
-    except TypeError as error:
-        known = [
-            name
-            for name, option in inspect.signature(kind).parameters.items()
-            if option.kind is inspect.Parameter.KEYWORD_ONLY
-        ]
-        unknown = [name for name in options if name not in known]
-        if not unknown:
-            raise ConfigError(f"objective {chosen.name} cannot use its options: {error}") from error
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"its options: {', '.join(known)}"
-        raise ConfigError(f"objective {chosen.name} has no option {unknown[0]!r}; {hint}") from error
-    except ConfigError as error:  # it was told of sentence vectors alone, and advises to build what is there
-        if isinstance(targets.space, JointSpace) and kind.needs.tokens:
-            raise NeedsNotMet(several_spaces(f"objective {chosen.name}")) from error
-        raise
-
-
-def _sharpness(config: RunConfig, model: torch.nn.Module) -> SharpnessAware | None:
-    options = asdict(config.sharpness)
-    return build_sharpness(options.pop("name"), model, **options)
-
-
-def _projection(config: RunConfig, objective: Objective) -> Tensor | None:
-    if not config.export.projection:
-        return None
-    projection = objective.projection()
-    if projection is None:
-        raise ConfigError(
-            f"export.projection is on, but objective {config.objective.name} learned no projection into the "
-            "teacher's space"
-        )
-    return projection
 
 
 def _agreement(
@@ -389,18 +274,6 @@ def _check_settings(folder: Path, config: RunConfig) -> None:
         raise RunFolderError(f"{folder} holds a run with other settings ({listed}); choose another --output-dir")
 
 
-def _settled(folder: Path, config: RunConfig) -> RunConfig:
-    """Space and corpus that nobody named are those that the folder's run has: a cache may have others by now."""
-    record = read_record(folder) or {}
-    space, corpus = record.get("space", {}), record.get("corpus", {})
-    if config.space is None and space:
-        parts = tuple(part["slug"] for part in space.get("spaces", ()))
-        config = replace(config, space=parts or space["slug"])
-    if config.corpus is None and corpus:
-        config = replace(config, corpus=corpus["name"])
-    return config
-
-
 def _same_run(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
     """The record of this very run when it is finished; None when there is something to do.
 
@@ -451,10 +324,6 @@ def _result(folder: Path, record: dict[str, Any], *, finished_before: bool) -> R
         loss=record["loss"],
         agreement=record["agreement"],
     )
-
-
-def _step(checkpoint: Path | None) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
 
 
 def _write(path: Path, text: str) -> None:

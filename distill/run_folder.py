@@ -10,8 +10,10 @@ from teacher_cache.teachers.folder import STUDENT as FINAL
 
 CONFIG = "config.yaml"
 SCORES = "eval.json"
+# Folder with one record an analysis.
+ANALYSES = "analyses"
 
-__all__ = ["CONFIG", "FINAL", "RECORD", "SCORES", "is_finished", "is_run_folder", "read_record"]
+__all__ = ["ANALYSES", "CONFIG", "FINAL", "RECORD", "SCORES", "is_finished", "is_run_folder", "read_record"]
 
 
 def is_run_folder(folder: Path) -> bool:

@@ -86,8 +86,13 @@ class Targets:
             layers = (self.shape.layers or 1,)
         return TokenRequest(layers or None)
 
-    def refused_rows(self, objective: Objective) -> npt.NDArray[np.int64]:
-        """Ascending rows whose vector, or whose tokens where they are needed, were refused when the cache was built."""
+    def skipped_rows(self, objective: Objective) -> npt.NDArray[np.int64]:
+        """Ascending rows that `data.skip_quarantined` leaves out.
+
+        Their vector, or their tokens where those are needed, were refused when the cache was built.
+        """
+        if not self.config.data.skip_quarantined:
+            return np.zeros(0, dtype=np.int64)
         refused = set(self.space.quarantined())
         if objective.needs.tokens and not self.online and self.space.tokens is not None:
             refused |= self.space.tokens.quarantined().keys()

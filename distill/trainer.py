@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerState, TrainingArguments
 
 from distill.callbacks import EpochOrder, MetricsFile, ProgressReport, Stages, StepClock, TrainingProgress
+from distill.checkpoints import STATE, WEIGHTS
 from distill.config import RunConfig
 from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset, ShuffledDataset
@@ -29,11 +30,8 @@ from distill.student import Student
 from teacher_cache.errors import DiskFull
 from teacher_cache.shuffle import WindowedShuffle
 
-# Files of a checkpoint.
-WEIGHTS = "model.safetensors"
 # The learning rate's shape that transformers does not have.
 LINEAR_CYCLES = "linear_cycles"
-STATE = "trainer_state.json"
 
 
 class Distillation(nn.Module):

@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 
 from distill import run as run_module
 from distill.callbacks import TrainingProgress
+from distill.checkpoints import last_checkpoint
 from distill.config import RunConfig
 from distill.errors import ConfigError, NeedsNotMet, RunFolderError, StudentError
+from distill.method import build_objective, held_out_rows
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import Needs
 from distill.objectives.talas import Talas
-from distill.run import check_run, held_out_rows, last_checkpoint, run
+from distill.run import check_run, run
 from distill.student import Student, student_shape
 from distill.targets import Targets
 from teacher_cache.build import build
@@ -410,7 +412,7 @@ def test_a_preset_gives_options_and_single_options_win(toy_cache: Path, tiny_stu
     shape = student_shape(tiny_config(toy_cache, tiny_student, Path("x")).student)
     config = RunConfig.load(None, ["objective.preset=official", "objective.options.temperature=0.2"])
     with TeacherCache.open(toy_cache) as cache:
-        objective: Any = run_module._objective(config, shape, Targets(config, cache))
+        objective: Any = build_objective(config, shape, Targets(config, cache))
     assert (objective.mask_duplicates, objective.temperature) == (False, 0.2)
 
 
