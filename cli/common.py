@@ -110,6 +110,12 @@ def asking_options(body: Body) -> Body:
     return body
 
 
+def check_output(output: Path | None) -> None:
+    """Refuse a file that could not be written, before anything is computed."""
+    if output is not None and not output.parent.is_dir():
+        raise click.BadParameter(f"the folder {output.parent} is not there", param_hint="--output")
+
+
 def default_cache_folder() -> Path:
     return Path(os.environ.get("TCACHE_HOME") or Path.home() / ".cache" / "tcache")
 

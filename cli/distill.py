@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import CONTEXT, Commands, asking_options, cache_option, common_options, emit, meta, progress_bar, say
+from cli.analyses import analyze, report
+from cli.common import CONTEXT, Commands, cache_option, check_output, common_options, emit, meta, progress_bar, say
+from cli.evaluation import evaluate
 
 if TYPE_CHECKING:
     from distill.callbacks import TrainingProgress
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 @click.version_option(package_name="teacher-cache")
 def main() -> None:
     """Train small embedding models from a teacher cache."""
+
+
+main.add_command(analyze)
+main.add_command(report)
+main.add_command(evaluate)
 
 
 class RunCommand(click.Command):
@@ -134,35 +141,6 @@ def training_line(progress: "TrainingProgress") -> str:
     return f"epoch {progress.epoch:.2f}, loss {loss}"
 
 
-@main.command(name="eval")
-@click.argument("model")
-@click.option("--data", type=click.Path(path_type=Path), required=True, help="Folder of the nine tasks' files.")
-@click.option("--tasks", help="Comma list; all nine by default.")
-@asking_options
-@click.option("--dtype", default="fp32", show_default=True, help="fp32, bf16 or auto.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the JSON here.")
-@common_options
-def evaluate(model: str, data: Path, tasks: str | None, output: Path | None, **asked: Any) -> None:
-    """Score a model (a run folder, a sentence-transformers or transformers folder, a hub id) on the nine tasks."""
-    import json
-
-    from distill.evaluation.evaluator import evaluate_model
-    from distill.report.tables import task_table
-    from teacher_cache.teachers.base import TeacherOptions
-
-    check_output(output)
-    options = TeacherOptions(model=model, **asked)
-    report = evaluate_model(options, data, names=tasks.split(",") if tasks else None, announce=say)
-    record = report.to_json()
-    if not meta("json"):
-        from rich.console import Console
-
-        Console().print(task_table({model: report}))
-    emit(record, lambda: [f"{report.texts:,} distinct texts, each encoded once, in {report.seconds:.0f} s"])
-    if output is not None:
-        output.write_text(json.dumps(record, indent=2), encoding="utf-8")
-
-
 @main.command()
 @click.argument("config", metavar="SWEEP.yaml", type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Check and name the runs, start none.")
@@ -214,11 +192,6 @@ def compare(runs: tuple[Path, ...], tasks: str | None, output: Path | None, **as
     show_comparison(comparison, comparison.to_json(), output)
 
 
-def check_output(output: Path | None) -> None:
-    if output is not None and not output.parent.is_dir():
-        raise click.BadParameter(f"the folder {output.parent} is not there", param_hint="--output")
-
-
 def show_comparison(comparison: "Comparison", record: dict[str, Any], output: Path | None) -> None:
     """The table on the console, or its figures as JSON, and in a file."""
     from distill.report.comparison import comparison_columns, markdown, notes, print_comparison
@@ -265,7 +238,9 @@ def demo(output_dir: Path) -> None:
 
 
 @main.command(name="list")
-@click.argument("kind", type=click.Choice(["objectives", "sharpness", "teachers", "families", "tasks", "exports"]))
+@click.argument(
+    "kind", type=click.Choice(["objectives", "sharpness", "teachers", "families", "tasks", "analyses", "exports"])
+)
 @common_options
 def list_names(kind: str) -> None:
     """The names that flags and settings take."""

@@ -1,4 +1,4 @@
-"""What happens around the steps of a training: orders, stages, the clock, the log, the caller's progress."""
+"""Around the steps of a training: orders, stages, the clock, the log, the caller's progress, validation's line."""
 
 import json
 import math
@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from distill.objectives.base import Objective
+from distill.validation import point, told
 from teacher_cache.storage.files import replacing
 
 # Steps that `StepClock` does not count.
@@ -76,6 +77,9 @@ class StepClock(TrainerCallback):
         self._ended = time.perf_counter()
         self.steps.append(self._ended - self._begun)
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ended = time.perf_counter()  # the next step's data did not wait for it
+
     def cost(self) -> dict[str, Any] | None:
         """Medians and ninth deciles in seconds, and the peak of memory; None before a step was done.
 
@@ -100,6 +104,8 @@ class StepClock(TrainerCallback):
 class MetricsFile(TrainerCallback):
     """One JSON object a line: step, epoch, loss, each term, learning rate; means since the line before.
 
+    An evaluation has a line of its own behind that of its step, with the key "validation".
+
     Lines behind the checkpoint that a run resumes from are dropped: those steps are done again. Every
     checkpoint has a line, so that the lines of a resumed run are those of an uninterrupted one.
     """
@@ -122,14 +128,33 @@ class MetricsFile(TrainerCallback):
             file.write("".join(f"{line}\n" for line in kept).encode())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_log |= control.should_save
+        # An evaluation may lead to a checkpoint, behind the place where Trainer logs.
+        control.should_log |= control.should_save or control.should_evaluate
 
     on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and "loss" in (logs or {}):
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            self._append({"step": state.global_step, **logs})
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._append(point(state.global_step, metrics))
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class ValidationReport(TrainerCallback):
+    """Says a line behind every evaluation, on the first rank."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self.announce = announce
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.announce(told(point(state.global_step, metrics)))
 
 
 class ProgressReport(TrainerCallback):

@@ -11,9 +11,10 @@ from typing import Any
 
 from distill.config import RunConfig
 from distill.errors import ConfigError, RunFolderError
-from distill.run_folder import CONFIG, FINAL, SCORES, is_finished, is_run_folder, read_record
+from distill.run_folder import CONFIG, FINAL, SCORES, is_finished, is_run_folder, read_record, recorded_space
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.folder import ModelFolder, weight_files
+from teacher_cache.teachers.settings import asked_as
 
 SEED = "training.seed"
 # Where a run lies says nothing about it; what it was trained on is compared by digests.
@@ -30,8 +31,6 @@ COMMON = {
 # Of these, the ones that seeds of one group share.
 SAME_RUN = ("space", "corpus", "precision", "student")
 NAMED = 3
-# What a space says of how its teacher was asked.
-HOW_ASKED = ("backend", "pooling", "padding_side", "prompt", "max_length", "dims")
 
 
 @dataclass(frozen=True)
@@ -286,12 +285,12 @@ def _as_student(model: str, folders: Sequence[Path]) -> tuple[TeacherOptions, li
 
 def _as_teacher(model: str, folders: Sequence[Path]) -> tuple[TeacherOptions, list[str]]:
     """As the first run's space says, if that is this model's."""
-    spaces = [record["space"] for record in map(read_record, folders) if record]
+    spaces = [recorded_space(record) for record in map(read_record, folders) if record]
     weights = resolve(TeacherOptions(model=model)).space.weights
     for space in spaces:
-        if space.get("weights") == weights:
-            options = {key: space[key] for key in HOW_ASKED}
-            return TeacherOptions(model=model, **options), []
+        if space is not None and space.weights == weights:
+            # Precision and length of the vectors are those of the scoring.
+            return replace(asked_as(space, TeacherOptions(model=model)), dtype="auto", normalize=None), []
     return TeacherOptions(model=model), [f"no run was trained on what {model} said; it is not their teacher"]
 
 

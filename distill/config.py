@@ -30,7 +30,19 @@ NOT_FOR_A_RUN = {
     "data_seed": "the order follows training.seed",
     "group_by_length": "set data.group_by_length",
     "train_sampling_strategy": "the order is the sampler's",
-}
+} | dict.fromkeys(
+    (
+        "eval_strategy",
+        "eval_steps",
+        "eval_delay",
+        "eval_on_start",
+        "do_eval",
+        "metric_for_best_model",
+        "greater_is_better",
+        "load_best_model_at_end",
+    ),
+    "set evaluation.data, evaluation.steps and evaluation.keep",
+)
 
 
 @dataclass(frozen=True)
@@ -163,6 +175,23 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """Scores on validation files during training.
+
+    Attributes:
+        data: folder with the tasks' `NAME_validation.csv`; without one nothing is scored.
+        tasks: names of tasks; None is those of the nine whose validation files tell something.
+        steps: optimiser steps between evaluations; None is an epoch. The last step is always scored.
+        keep: which student is exported, the "best" by its average score or the "last".
+    """
+
+    data: str = ""
+    tasks: tuple[str, ...] | None = None
+    steps: int | None = None
+    keep: str = "best"
+
+
+@dataclass(frozen=True)
 class ExportConfig:
     """What `final/` holds.
 
@@ -200,6 +229,7 @@ class RunConfig:
     sharpness: SharpnessConfig = field(default_factory=SharpnessConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
 
     @classmethod
@@ -269,6 +299,7 @@ class RunConfig:
             raise ConfigError(
                 "training.dataloader_num_workers must be 0 with an online teacher, which answers where training runs"
             )
+        self._check_evaluation()
         if training.precision not in ("auto", "bf16", "fp16", "fp32"):
             raise ConfigError(f"training.precision is {training.precision!r}; expected auto, bf16, fp16 or fp32")
         own = {f.name: f"training.{f.name}" for f in fields(TrainingConfig)}
@@ -278,6 +309,28 @@ class RunConfig:
                 raise ConfigError(f"training.arguments.{name} has a key of its own; set {own[name]} instead")
             if name in NOT_FOR_A_RUN:
                 raise ConfigError(f"training.arguments.{name} cannot be used: {NOT_FOR_A_RUN[name]}")
+
+    def _check_evaluation(self) -> None:
+        evaluation = self.evaluation
+        if evaluation.keep not in ("best", "last"):
+            raise ConfigError(f"evaluation.keep is {evaluation.keep!r}; expected best or last")
+        if evaluation.steps is not None and evaluation.steps < 1:
+            raise ConfigError(f"evaluation.steps is {evaluation.steps}; expected at least 1, or null for each epoch")
+        if not evaluation.data:
+            if evaluation != EvaluationConfig():
+                raise ConfigError(
+                    "evaluation.tasks, .steps and .keep need evaluation.data, the folder of the validation files"
+                )
+        elif self.training.arguments.get("save_strategy", "steps") != "steps":
+            raise ConfigError(
+                "training.arguments.save_strategy cannot be used with evaluation.data, which says itself what is saved "
+                "beside every training.save_steps"
+            )
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether validation chooses the student that is exported."""
+        return bool(self.evaluation.data) and self.evaluation.keep == "best"
 
     def window(self, *, tokens: bool) -> int:
         """Records shuffled together, where every token of them is in memory too or not."""

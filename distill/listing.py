@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable
 
 
 def names(kind: str) -> list[str]:
-    """Sorted names of one kind: "objectives", "sharpness", "teachers", "families", "tasks", "exports".
+    """Sorted names of one kind: "objectives", "sharpness", "teachers", "families", "tasks",
+    "analyses", "exports".
 
     Raises:
         KeyError: no such kind.
@@ -42,6 +43,12 @@ def _tasks() -> Iterable[str]:
     return NINE
 
 
+def _analyses() -> Iterable[str]:
+    from distill.analyses import ANALYSES
+
+    return ANALYSES
+
+
 def _exports() -> Iterable[str]:
     from distill.export import EXPORTS
 
@@ -54,5 +61,6 @@ KINDS: dict[str, Callable[[], Iterable[str]]] = {
     "teachers": _teachers,
     "families": _families,
     "tasks": _tasks,
+    "analyses": _analyses,
     "exports": _exports,
 }

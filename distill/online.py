@@ -6,7 +6,6 @@ its cost.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,12 +14,10 @@ from torch import Tensor
 from distill.errors import NeedsNotMet
 from distill.internals import capture_internals
 from distill.objectives.base import Internals
-from teacher_cache.errors import SpaceMismatch, TeacherError
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.teachers import Encoded, TeacherOptions, TeacherSpec, load_teacher, resolve
+from teacher_cache.teachers import Encoded, TeacherOptions, TeacherSpec, load_teacher, resolve_as
 from teacher_cache.teachers.batching import longest_first
 from teacher_cache.teachers.loading import choose_device
-from teacher_cache.teachers.settings import POOLINGS
 from teacher_cache.tokens import TokenRequest
 
 # A budget that no batch reaches: internals come out of one forward pass.
@@ -103,37 +100,8 @@ def open_online(
         SpaceMismatch: `model` is another teacher, or cannot be asked in this way.
         TeacherError, NeedsNotMet: as `OnlineTeacher`.
     """
-    of_hub = not Path(model).expanduser().is_dir()
-    options = TeacherOptions(
-        model=model,
-        backend=space.backend,
-        revision=(space.revision or None) if of_hub else None,
-        # Any other was not chosen, but read from the model's own files.
-        pooling=space.pooling if space.pooling in POOLINGS else None,
-        padding_side=space.padding_side,
-        prompt=space.prompt,
-        max_length=space.max_length,
-        normalize=space.normalize,
-        dims=space.dims,
-        dtype=space.dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    try:
-        spec = resolve(options)
-    except TeacherError as error:
-        raise SpaceMismatch(
-            f"the online teacher {model} does not speak the cached space {space.slug}: {error}; name the model "
-            "that the cache was built with"
-        ) from error
-    different = spec.space.difference(space)
-    if different:
-        fields = "; ".join(f"{name} is {mine!r}, cached {theirs!r}" for name, (mine, theirs) in different.items())
-        raise SpaceMismatch(
-            f"the online teacher {model} does not speak the cached space {space.slug}: {fields}; name the model that "
-            "the cache was built with"
-        )
-    return OnlineTeacher(spec, request, internals)
+    options = TeacherOptions(model=model, device=device, trust_remote_code=trust_remote_code)
+    return OnlineTeacher(resolve_as(space, options), request, internals)
 
 
 def _padded(internals: Internals, lengths: Sequence[int], found: str, wanted: str) -> Internals:

@@ -20,7 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from distill.callbacks import TrainingProgress
+from distill.arguments import settled_precision, training_arguments
+from distill.callbacks import TrainingProgress, ValidationReport
 from distill.checkpoints import last_checkpoint, step_of, whole_checkpoints
 from distill.config import RunConfig
 from distill.errors import ConfigError, RunFolderError
@@ -32,7 +33,8 @@ from distill.objectives.base import Objective
 from distill.run_folder import CONFIG, FINAL, RECORD, read_record
 from distill.student import Student, student_shape
 from distill.targets import Targets
-from distill.trainer import Distillation, DistillTrainer, require_room, settled_precision, training_arguments
+from distill.trainer import Distillation, DistillTrainer, require_room
+from distill.validation import Validation, best, points
 from teacher_cache.cache import TeacherCache
 from teacher_cache.joint import JointSpace
 from teacher_cache.storage.files import replacing
@@ -41,7 +43,7 @@ from teacher_cache.view import SpaceView
 
 CHECKED_TEXTS = 50
 # Settings that say where something is.
-NAMES = ("cache", "output_dir", "space", "corpus")
+NAMES = ("cache", "output_dir", "space", "corpus", "evaluation.data")
 NEIGHBOURS = 10
 LIBRARIES = ("teacher-cache", "torch", "transformers", "sentence-transformers", "numpy")
 
@@ -58,6 +60,8 @@ class RunResult:
         loss: mean of the last steps that were logged together; None when none was.
         agreement: of the student's own vectors `before` and `after`, and where a projection is exported of the
             `projected` ones; None when nothing was held out.
+        validation: the `files` by digest, `keep`, `best_step`, `points` (each `step`, `epoch`, `validation`, `seconds`)
+            and the `seconds` of all; None when the settings name no validation files.
     """
 
     output_dir: str
@@ -68,6 +72,7 @@ class RunResult:
     seconds: float
     loss: float | None
     agreement: dict[str, Any] | None
+    validation: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,6 +104,8 @@ def run(
     folder = Path(config.output_dir)
     _check_settings(folder, config)
     config = settled(folder, config)
+    validation = Validation.of(config.evaluation)
+    files = None if validation is None else {"files": validation.read()}
     if resume and not whole_checkpoints(folder):
         raise RunFolderError(f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin")
     with TeacherCache.open(config.cache) as cache:
@@ -113,7 +120,7 @@ def run(
         export = load_export(config.export.format)
         skipped = targets.skipped_rows(objective)
         held_out = held_out_rows(config, manifest, cache.rows, without=skipped)
-        record = _describe(config, targets, manifest, student, objective, len(held_out))
+        record = _describe(config, targets, manifest, student, objective, len(held_out)) | {"validation": files}
         done = _same_run(folder, record)
         if done is not None:
             return _result(folder, done, finished_before=True)
@@ -122,7 +129,8 @@ def run(
         sharpness = build_sharpness(config, model)
         collator = targets.collator(manifest, objective, student)
         checkpoint = last_checkpoint(folder)
-        trainer = DistillTrainer(model, config, dataset, collator, sharpness, report)
+        trainer = DistillTrainer(model, config, dataset, collator, sharpness, report, validation)
+        trainer.add_callback(ValidationReport(announce))
         leads = trainer.is_world_process_zero()  # of several processes, one writes
         if leads:
             _write(folder / CONFIG, config.to_yaml())
@@ -131,6 +139,9 @@ def run(
         before = _agreement(student, cache, space, held_out)
         if checkpoint is None or not trainer.restore(checkpoint):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        scored = points(trainer.state.log_history)
+        taken = best(scored)["step"] if config.keeps_best else trainer.state.global_step
+        trainer.take(taken)
         student.cpu()
         projection = learned_projection(config, objective)
         record |= {
@@ -140,6 +151,7 @@ def run(
             "loss": next((line["loss"] for line in reversed(trainer.state.log_history) if "loss" in line), None),
             "resumed_from": step_of(checkpoint),
             "cost": trainer.clock.cost(),
+            "validation": files and files | _validated(config, scored),
             "agreement": before
             and {
                 "before": before,
@@ -152,9 +164,10 @@ def run(
             require_room(folder, needed, "the exported student, written and then renamed,")
             rows = np.linspace(0, cache.rows - 1, min(CHECKED_TEXTS, cache.rows)).astype(np.int64)
             cosine = export(student, projection, config.export.normalize, folder / FINAL, cache.texts(rows))
-            record["exported"] = {"texts": len(rows), "smallest_cosine": cosine}
+            record["exported"] = {"step": taken, "texts": len(rows), "smallest_cosine": cosine}
             _write(folder / FINAL / "README.md", model_card(record))
             _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
+    _announce_choice(announce, record, taken)
     return _result(folder, record, finished_before=False)
 
 
@@ -175,6 +188,27 @@ def _announce(announce: Callable[[str], None], record: dict[str, Any], records: 
     announce(f"method: {method}, sharpness {sharpness}, {record['precision']}{going_on}")
 
 
+def _validated(config: RunConfig, scored: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the evaluations said, and what they cost."""
+    return {
+        "keep": config.evaluation.keep,
+        "best_step": best(scored)["step"],
+        "points": scored,
+        "seconds": round(sum(one["seconds"] for one in scored), 3),
+    }
+
+
+def _announce_choice(announce: Callable[[str], None], record: dict[str, Any], taken: int) -> None:
+    validation = record["validation"]
+    if validation:
+        top = best(validation["points"])
+        announce(
+            f"validation: step {top['step']:,} of {record['steps']:,} is the best, average "
+            f"{top['validation']['average']:.2f}; exported is step {taken:,}; {len(validation['points'])} evaluations "
+            f"took {validation['seconds']:.0f} s"
+        )
+
+
 def check_run(config: RunConfig) -> None:
     """Refuse what `run` would refuse of these settings and this cache; no weights are loaded, nothing is written.
 
@@ -183,6 +217,7 @@ def check_run(config: RunConfig) -> None:
     """
     config.check()
     config = settled(Path(config.output_dir), config)
+    Validation.of(config.evaluation)
     shape = student_shape(config.student)
     with TeacherCache.open(config.cache) as cache:
         targets, manifest = Targets(config, cache), cache.corpus(config.corpus)
@@ -247,6 +282,7 @@ def _describe(
         "sharpness": sections["sharpness"],
         "training": sections["training"],
         "data": sections["data"],
+        "evaluation": sections["evaluation"],
         "export": sections["export"],
         "precision": settled_precision(config.training.precision),
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
@@ -268,7 +304,7 @@ def _check_settings(folder: Path, config: RunConfig) -> None:
         raise RunFolderError(f"{folder} is not empty and not a run folder (no {CONFIG}); choose another --output-dir")
     different = config.difference(RunConfig.load(folder / CONFIG))
     # What a folder, a space or a corpus is called may change between two starts; what it is, is checked by digests.
-    different = {key: pair for key, pair in different.items() if key.partition(".")[0] not in NAMES}
+    different = {key: pair for key, pair in different.items() if not {key, key.partition(".")[0]} & {*NAMES}}
     if different:
         listed = "; ".join(f"{key}: {theirs!r} there, {mine!r} now" for key, (mine, theirs) in different.items())
         raise RunFolderError(f"{folder} holds a run with other settings ({listed}); choose another --output-dir")
@@ -298,6 +334,12 @@ def _same_run(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
                 f"{folder} was trained with the {what} of {part} {theirs}, this command means {what} {part} {mine}; "
                 "choose another --output-dir"
             )
+    mine, theirs = ((found.get("validation") or {}).get("files") for found in (record, before))
+    if mine != theirs:
+        raise RunFolderError(
+            f"{folder} was trained with {_named(theirs)}, this command means {_named(mine)}; choose another "
+            "--output-dir"
+        )
     if before.get("status") == "finished" and (folder / FINAL).is_dir():
         return before
     if record["precision"] != before.get("precision"):
@@ -313,6 +355,12 @@ def _same_run(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def _named(files: dict[str, str] | None) -> str:
+    if not files:
+        return "no validation files"
+    return f"the validation files {', '.join(f'{name} ({digest[:8]})' for name, digest in files.items())}"
+
+
 def _result(folder: Path, record: dict[str, Any], *, finished_before: bool) -> RunResult:
     return RunResult(
         output_dir=str(folder),
@@ -323,6 +371,7 @@ def _result(folder: Path, record: dict[str, Any], *, finished_before: bool) -> R
         seconds=record["seconds"],
         loss=record["loss"],
         agreement=record["agreement"],
+        validation=record.get("validation"),
     )
 
 

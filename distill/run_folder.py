@@ -1,10 +1,13 @@
 """What a run folder holds, by name, and how its records are read."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from distill.errors import RunFolderError
+from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers.folder import RUN_RECORD as RECORD
 from teacher_cache.teachers.folder import STUDENT as FINAL
 
@@ -13,7 +16,17 @@ SCORES = "eval.json"
 # Folder with one record an analysis.
 ANALYSES = "analyses"
 
-__all__ = ["ANALYSES", "CONFIG", "FINAL", "RECORD", "SCORES", "is_finished", "is_run_folder", "read_record"]
+__all__ = [
+    "ANALYSES",
+    "CONFIG",
+    "FINAL",
+    "RECORD",
+    "SCORES",
+    "is_finished",
+    "is_run_folder",
+    "read_record",
+    "recorded_space",
+]
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -39,3 +52,10 @@ def read_record(folder: Path, name: str = RECORD) -> dict[str, Any] | None:
     except ValueError as error:
         raise RunFolderError(f"{path} is not JSON: {error}; remove it, or choose another folder") from error
     return record
+
+
+def recorded_space(record: Mapping[str, Any]) -> EmbeddingSpace | None:
+    """The space that a run's record says it learnt; None of several side by side."""
+    known = record.get("space", {})
+    names = [field.name for field in fields(EmbeddingSpace)]
+    return EmbeddingSpace(**{name: known[name] for name in names}) if known.keys() >= set(names) else None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_model
 
-from distill.checkpoints import WEIGHTS, whole_checkpoints
+from distill.checkpoints import WEIGHTS, step_of, whole_checkpoints
 from distill.config import RunConfig, StudentConfig
 from distill.errors import RunFolderError
 from distill.method import build_objective, held_out_rows, settled
@@ -98,12 +98,14 @@ class TrainedRun:
         return found
 
     def load(self, checkpoint: Path | None = None) -> Distillation:
-        """Student and objective at a checkpoint, the newest by default; float32, on the CPU, in evaluation mode.
+        """Student and objective at a checkpoint; float32, on the CPU, in evaluation mode.
+
+        By default at that of the exported student, which validation may have chosen, else at the newest.
 
         Raises:
             RunFolderError: there is no checkpoint, or it does not fit the run.
         """
-        chosen = checkpoint or self.checkpoints()[-1]
+        chosen = checkpoint or self._exported()
         model = self._distillation(Student.load(self._any_student()))
         try:
             load_model(model, str(chosen / WEIGHTS))
@@ -149,6 +151,11 @@ class TrainedRun:
             records = chosen[start : start + size].tolist()
             if len(records) > 1:
                 yield collator(dataset.__getitems__(records))
+
+    def _exported(self) -> Path:
+        step = (self.record.get("exported") or {}).get("step")
+        found = self.checkpoints()
+        return next((path for path in found if step_of(path) == step), found[-1])
 
     def _any_student(self) -> StudentConfig:
         """A student of the run's shape and tokenizer: the model that it began with may lie elsewhere by now."""

@@ -1,37 +1,37 @@
 """Training: transformers' Trainer with a cached teacher and, if wanted, sharpness-aware steps."""
 
-import difflib
-import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerState
 
+from distill.arguments import LINEAR_CYCLES, linear_cycles, training_arguments
 from distill.callbacks import EpochOrder, MetricsFile, ProgressReport, Stages, StepClock, TrainingProgress
-from distill.checkpoints import STATE, WEIGHTS
+from distill.checkpoints import STATE, WEIGHTS, is_whole
 from distill.config import RunConfig
 from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset, ShuffledDataset
 from distill.data.sampler import StreamingSampler
-from distill.errors import ConfigError, NonFiniteLoss
+from distill.errors import ConfigError, NonFiniteLoss, RunFolderError
 from distill.objectives.base import Internals, Objective, StudentOutput, TeacherTargets, TokenStates
 from distill.sharpness import AscentLoss, SharpnessAware
 from distill.sharpness.mixin import SharpnessMixin
 from distill.student import Student
+from distill.validation import Validation
 from teacher_cache.errors import DiskFull
 from teacher_cache.shuffle import WindowedShuffle
-
-# The learning rate's shape that transformers does not have.
-LINEAR_CYCLES = "linear_cycles"
 
 
 class Distillation(nn.Module):
@@ -84,6 +84,18 @@ class Distillation(nn.Module):
         return found if climbed is None else found | {"climbed": climbed}
 
 
+@dataclass(frozen=True)
+class ProjectedStudent:
+    """A student with the projection that carries its vectors into another space, if any; an encoder for tasks."""
+
+    student: Student
+    projection: Tensor | None
+
+    def encode(self, texts: Sequence[str], /) -> npt.NDArray[np.float32]:
+        """`(n, d)` vectors, without dropout, not normalised."""
+        return self.student.encode(texts, projection=self.projection)
+
+
 def _token_states(tensors: Mapping[str, Any]) -> TokenStates:
     """A batch's tensors by name, as Trainer can move them to a device."""
     internals = tensors.get("internals")
@@ -93,12 +105,16 @@ def _token_states(tensors: Mapping[str, Any]) -> TokenStates:
 class DistillTrainer(SharpnessMixin, Trainer):
     """Trains a `Distillation` on a `CachedDataset` in the order of a `StreamingSampler`.
 
+    With a `validation` the student that would be exported is scored every `evaluation.steps` and behind the last
+    step; every new best is saved, and stays until there is a better one. The weights are those of a training without.
+
     Raises:
         ConfigError: sharpness or a batch-coupled loss in a set-up that would silently change it.
     """
 
     optimizer: Any
     lr_scheduler: Any
+    control: Any
 
     def __init__(
         self,
@@ -108,8 +124,10 @@ class DistillTrainer(SharpnessMixin, Trainer):
         collator: Collator,
         sharpness: SharpnessAware | None,
         report: Callable[[TrainingProgress], None] = lambda progress: None,
+        validation: Validation | None = None,
     ) -> None:
         self.config = config
+        self.validation = validation
         # Since the last log: each term summed over steps, and how many steps that is.
         self._sums: dict[str, Tensor] = {}
         self._summed_steps = 0.0
@@ -120,8 +138,12 @@ class DistillTrainer(SharpnessMixin, Trainer):
             )
         )
         arguments = training_arguments(config, batches, objective=model.objective)
+        # Trainer only asks whether there is something to evaluate on; `evaluate` is this class's own.
+        scored: Any = validation
         try:
-            super().__init__(model=model, args=arguments, train_dataset=dataset, data_collator=collator)
+            super().__init__(
+                model=model, args=arguments, train_dataset=dataset, eval_dataset=scored, data_collator=collator
+            )
         except (ValueError, RuntimeError, ImportError) as error:  # a logger that is absent, an unfit argument
             raise ConfigError(f"training arguments were refused: {' '.join(str(error).split())}") from error
         self.sharpness = sharpness
@@ -257,6 +279,47 @@ class DistillTrainer(SharpnessMixin, Trainer):
                 self._logged_ascent = self.ascent_step
         super().log(logs, start_time)
 
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """Scores on the validation files: "eval_average", "eval_NAME" of every task, "eval_seconds".
+
+        Of several processes the first one scores, and tells the others, so that all agree which step is the best.
+        """
+        if self.validation is None:
+            return super().evaluate(*arguments, **options)
+        found: list[Any] = [None]
+        if self.is_world_process_zero():
+            distillation = self.model
+            projection = distillation.objective.projection() if self.config.export.projection else None
+            with self.accelerator.autocast():
+                found = [self.validation(ProjectedStudent(distillation.student, projection))]
+        broadcast_object_list(found)
+        metrics = {f"eval_{name}": value for name, value in found[0].items()} | {"epoch": self.state.epoch}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Trainer's own; a new best is saved, in addition to what `save_steps` says."""
+        found: bool = super()._determine_best_metric(metrics, trial)
+        self.control.should_save |= bool(found)
+        return found
+
+    def take(self, step: int) -> None:
+        """Go back to the weights of a checkpoint, behind the end of training.
+
+        Raises:
+            RunFolderError: it is gone.
+        """
+        if step == self.state.global_step:
+            return
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{step}"
+        if not is_whole(checkpoint):
+            raise RunFolderError(
+                f"step {step} was the best by validation, and {checkpoint} is gone or not whole; train into another "
+                "--output-dir, or with evaluation.keep=last"
+            )
+        load_model(self.model, str(checkpoint / WEIGHTS))
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Trainer's own, refused before its first byte where it cannot fit.
 
@@ -289,23 +352,6 @@ class DistillTrainer(SharpnessMixin, Trainer):
         return True
 
 
-def linear_cycles(steps: int, cycles: int, floor: float, warmup: int = 0) -> Callable[[int], float]:
-    """Factor of the learning rate by step: `cycles` straight lines from 1 down to `floor`, as LEAF trains.
-
-    Args:
-        warmup: steps that rise to 1 before the first cycle.
-    """
-    length = max(1.0, (steps - warmup) / cycles)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return step / warmup
-        done = min((step - warmup) / length, cycles * (1 - 1e-9)) % 1  # the last step is the end of the last cycle
-        return 1 - (1 - floor) * done
-
-    return factor
-
-
 def require_room(folder: Path, needed: int, what: str) -> None:
     """Refuse to begin writing `needed` bytes that the disk has no room for.
 
@@ -318,92 +364,3 @@ def require_room(folder: Path, needed: int, what: str) -> None:
             f"no space left on the disk of {folder}: {what} takes {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are "
             "free; what was written before is intact: free some space and run the same command again"
         )
-
-
-def training_arguments(config: RunConfig, batches: int, *, objective: Objective | None = None) -> TrainingArguments:
-    """Trainer's arguments for a run whose epochs have `batches` batches on each rank.
-
-    Args:
-        objective: says when, and how much of, the student has a gradient; None is always, all of it.
-
-    Raises:
-        ConfigError: an argument that Trainer does not know or accept, or a run too short to train the student.
-    """
-    training = config.training
-    steps_an_epoch = math.ceil(batches / training.gradient_accumulation_steps)
-    if steps_an_epoch < 1:
-        raise ConfigError(
-            f"an epoch has no whole batch of {training.per_device_train_batch_size}; lower "
-            "training.per_device_train_batch_size, or set data.drop_last=false"
-        )
-    total = training.max_steps if training.max_steps > 0 else math.ceil(steps_an_epoch * training.num_train_epochs)
-    student_from = 0.0 if objective is None else objective.student_from
-    if total <= student_from * steps_an_epoch:
-        raise ConfigError(
-            f"the objective trains the student itself only after {student_from:g} epochs, and this run has "
-            f"{total / steps_an_epoch:g}: train longer, or shorten its first stage "
-            "(jasper: objective.options.stage_one_epochs)"
-        )
-    own_schedule = training.lr_scheduler_type == LINEAR_CYCLES
-    cosine_floor = {"min_lr_rate": training.min_lr_rate} if training.lr_scheduler_type.endswith("min_lr") else {}
-    precision = settled_precision(training.precision)
-    arguments: dict[str, Any] = {
-        "output_dir": config.output_dir,
-        "num_train_epochs": training.num_train_epochs,
-        "max_steps": training.max_steps,
-        "per_device_train_batch_size": training.per_device_train_batch_size,
-        "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "learning_rate": training.learning_rate,
-        "weight_decay": training.weight_decay,
-        "lr_scheduler_type": "constant" if own_schedule else training.lr_scheduler_type,
-        "lr_scheduler_kwargs": cosine_floor,
-        "warmup_steps": int(training.warmup_ratio * total),
-        "max_grad_norm": training.max_grad_norm,
-        "bf16": precision == "bf16",
-        # Unless this is said, Trainer refuses bf16 on a processor, and several processes without a GPU
-        # would each train alone.
-        "use_cpu": not torch.accelerator.is_available(),
-        "fp16": precision == "fp16",
-        "seed": training.seed,
-        "save_strategy": "steps",
-        "save_steps": training.save_steps,
-        "save_total_limit": training.save_total_limit,
-        "logging_steps": training.logging_steps,
-        # A NaN must stop the run, not vanish from the curve.
-        "logging_nan_inf_filter": False,
-        "report_to": training.report_to.split(",") if training.report_to != "none" else "none",
-        "dataloader_num_workers": training.dataloader_num_workers,
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-        # Trainer warns of checkpoints that lie less than a second apart; what matters here is raised.
-        "log_level": "error",
-        "log_level_replica": "error",
-        "ddp_find_unused_parameters": objective is not None and (student_from > 0 or objective.reaches_part),
-    }
-    known = {f.name for f in fields(TrainingArguments)}
-    for name, value in training.arguments.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"training.arguments.{name} is not one of transformers' TrainingArguments{hint}")
-        arguments[name] = value
-    try:
-        return TrainingArguments(**arguments)
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"training arguments were refused: {' '.join(str(error).split())}") from error
-
-
-def settled_precision(precision: str) -> str:
-    """`auto` as bf16 where the processor or GPU multiplies in it, else fp16 on a GPU, fp32 on a processor.
-
-    A rule, not a measurement: the same machine always answers the same, so a run can be resumed exactly.
-    """
-    if precision == "fp16" and not torch.cuda.is_available():
-        raise ConfigError("training.precision is fp16, which needs a CUDA GPU; use bf16, fp32 or auto")
-    if precision != "auto":
-        return precision
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
-    # torch has no public question for this; emulated bf16 would be slower than fp32.
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bf16" if native else "fp32"

@@ -90,6 +90,16 @@ def reclaim(
         return ReclaimReport(sweep.freed, sweep.kept, dry_run)
 
 
+def forget_corpus(path: str | Path, name: str) -> None:
+    """Drop a corpus and nothing else; its texts stay, as row numbers never change.
+
+    Raises:
+        CacheNotFound, FormatVersionError, DamagedCache, CacheLocked: it cannot be opened for writing.
+    """
+    with TeacherCache.open(path, "r+") as cache:
+        _Sweep(cache, dry_run=False).drop_corpus(name)
+
+
 def _slug(cache: TeacherCache, name: str) -> str:
     """The slug of a space by any of its names, or a folder of that name that the index does not know."""
     try:

@@ -1,12 +1,12 @@
 """Classification: macro-F1 of a logistic regression on frozen vectors."""
 
 import warnings
+from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import ClassVar
 
 from distill.errors import EvaluationError
-from distill.evaluation.base import Task, Vectors, read_columns
+from distill.evaluation.base import Task, Vectors
 from teacher_cache.errors import MissingDependency
 
 try:
@@ -22,26 +22,29 @@ MAX_ITER = 200
 class Classification(Task):
     """`NAME_train.csv` trains a probe, `NAME_test.csv` is scored; columns `text` and `label`.
 
+    Labels are whole numbers, or names if the first one is no number.
+
     The probe is scikit-learn's LogisticRegression as the TALAS evaluation sets it: lbfgs, C = 1, at most
     200 iterations, features neither scaled nor normalised. Further figures: `accuracy`, and `converged`,
     which is 0 if the probe stopped at its iteration limit; its score stands, as in the published numbers.
     """
 
     metric: ClassVar[str] = "macro_f1"
-
-    def files(self) -> list[Path]:
-        return [self.folder / f"{self.name}_train.csv", *super().files()]
+    layout: ClassVar[Mapping[str, str]] = {"train": "{name}_train.csv", "test": "{name}_{split}.csv"}
+    columns: ClassVar[tuple[str, ...]] = ("text", "label")
 
     @cached_property
-    def parts(self) -> list[tuple[list[str], list[int]]]:
+    def parts(self) -> list[tuple[list[str], list[int | str]]]:
         """Texts and labels of the training file, then of the scored one.
 
         Raises:
             EvaluationError: a file is malformed, or the training file holds a single class.
         """
+        first = next(self.rows(self.files()[0], {"label": str}))[0]
+        label = class_number if is_number(first) else class_name
         parts = []
         for path in self.files():
-            rows = list(read_columns(path, {"text": str, "label": class_label}))
+            rows = list(self.rows(path, {"text": str, "label": label}))
             parts.append(([text for text, _ in rows], [label for _, label in rows]))
         if len(set(parts[0][1])) < 2:
             raise EvaluationError(f"{self.files()[0]}: one class only, a classifier needs two or more")
@@ -70,9 +73,23 @@ class Classification(Task):
         }
 
 
-def class_label(cell: str) -> int:
-    """The whole number that names a class."""
+def is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def class_number(cell: str) -> int:
+    """The whole number that stands for a class."""
     try:
         return int(cell)
     except ValueError:
         raise ValueError(f"{cell!r}, expected a whole number") from None
+
+
+def class_name(cell: str) -> str:
+    if not cell.strip():
+        raise ValueError(f"{cell!r}, expected the name of a class")
+    return cell

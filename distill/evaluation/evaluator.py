@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,19 @@ import numpy.typing as npt
 
 from distill.errors import EvaluationError
 from distill.evaluation import load_task
-from distill.evaluation.base import ROLES, TEXT, Encoder, Report, Task, TaskScore
+from distill.evaluation.base import QUERY, ROLES, TEACHER, TEACHER_DOCUMENT, TEXT, Encoder, Report, Task, TaskScore
+from distill.evaluation.encoders import CachedEncoder
+from distill.evaluation.retrieval import Retrieval
+from distill.evaluation.roles import (
+    AS_MODEL,
+    SpaceEncoder,
+    TeacherSource,
+    model_encoders,
+    require_one_space,
+    require_teacher_space,
+    run_record,
+    teacher_encoders,
+)
 
 if TYPE_CHECKING:
     from teacher_cache.teachers import TeacherOptions
@@ -65,12 +78,18 @@ def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "
 
 def evaluate_model(
     options: "TeacherOptions",
-    data: Path,
+    data: Path | None = None,
     *,
     names: Sequence[str] | None = None,
+    tasks: Sequence[Task] = (),
+    cache: Path | None = None,
+    query_prompt: str | None = None,
+    document_prompt: str | None = None,
+    teacher: TeacherSource | None = None,
+    mteb: Sequence[str] = (),
     announce: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """Score a model on the nine tasks, with its own pooling, prompt and maximum length.
+    """Score a model on the nine tasks and any others, with its own pooling, prompts and maximum length.
 
     A model is asked exactly as a teacher is: a finished student can be either. Unless `options.normalize` says
     otherwise, its vectors are taken as its pooling gives them, before any normalisation: the published protocol
@@ -78,19 +97,71 @@ def evaluate_model(
 
     Args:
         options: which model and how it is asked; of a run folder `final/` is scored.
-        announce: is told how the model is asked, before it is.
+        data: folder of the nine tasks' files; None runs none of the nine.
+        names: of the nine; None is all.
+        tasks: further ones, such as `retrieval_tasks` gives.
+        cache: where the model's own vectors are kept, so that a second evaluation encodes nothing; None keeps none.
+        query_prompt, document_prompt: None takes those that the model names itself.
+        teacher: where the teacher's vectors come from, if a task asks for any; of a run's student, its own cache and
+            space unless said otherwise.
+        mteb: tasks of the MTEB library, as `run_mteb` takes them.
+        announce: is told how each role is asked, before it is.
 
     Raises:
-        EvaluationError, TeacherError: a file or the model is missing.
+        EvaluationError, TeacherError, CacheError: a file, the model or a teacher's vector is missing, or the teacher is
+            another than it has to be.
     """
-    from teacher_cache.teachers import load_teacher, resolve, settle_dtype
+    chosen = [*([] if data is None else nine_tasks(data, names)), *tasks]
+    if not (chosen or mteb) or (data is None and names is not None):
+        raise EvaluationError(
+            "nothing to evaluate on: name the folder of the nine tasks' files (--data), one in BEIR's layout "
+            "(--retrieval), a file of your own tasks (--tasks-file), texts (--texts), or a task of MTEB (--mteb)"
+        )
+    prompts = {"query_prompt": query_prompt, "document_prompt": document_prompt}
+    report = Report(model=options.model, tasks={}, texts=0, seconds=0.0, encode_seconds=0.0)
+    if chosen:
+        report = _evaluated(options, chosen, cache, prompts, teacher or TeacherSource(), announce)
+    if mteb:
+        from distill.evaluation.mteb_tasks import run_mteb
 
-    evaluator = Evaluator(nine_tasks(data, names))
-    spec = resolve(replace(options, normalize=options.normalize if options.normalize is not None else False))
-    if spec.space.dtype == "auto":
-        spec = settle_dtype(spec)
-    announce(spec.space.describe())
-    return evaluator(load_teacher(spec), options.model)
+        start = time.perf_counter()
+        kept = None if cache is None else partial(CachedEncoder, cache, None, announce=announce)
+        scores = run_mteb(options, mteb, **prompts, encoder_of=kept, announce=announce)
+        seconds = report.seconds + time.perf_counter() - start
+        report = replace(report, tasks={**report.tasks, **scores}, seconds=seconds)
+    return report
+
+
+def _evaluated(
+    options: "TeacherOptions",
+    chosen: Sequence[Task],
+    cache: Path | None,
+    prompts: Mapping[str, str | None],
+    teacher: TeacherSource,
+    announce: Callable[[str], None],
+) -> Report:
+    """The scores of one model on these tasks; see `evaluate_model`."""
+    evaluator = Evaluator(chosen)
+    asymmetric = any(isinstance(task, Retrieval) and task.mode == "asymmetric" for task in chosen)
+    if asymmetric:
+        require_teacher_space(options.model)
+    needed = {role for task in chosen for _, role in task.inputs()}
+    own = model_encoders(options, needed, cache=cache, **prompts, announce=announce)
+    theirs: dict[str, SpaceEncoder] = {}
+    if needed & AS_MODEL.keys():
+        record = run_record(options.model)
+        theirs = teacher_encoders(teacher if record is None else teacher.of_run(record), needed, announce)
+    if asymmetric:
+        require_one_space(options.model, own[QUERY].space, theirs[TEACHER_DOCUMENT].space)
+    if TEACHER in needed and TEXT in needed:
+        from distill.evaluation.label_free import without_approximation
+
+        try:
+            require_teacher_space(options.model)
+            require_one_space(options.model, own[TEXT].space, theirs[TEACHER].space)
+        except EvaluationError as error:
+            evaluator = Evaluator(without_approximation(chosen, str(error), announce))
+    return evaluator({**own, **theirs}, options.model)
 
 
 class Evaluator:
@@ -172,6 +243,8 @@ def encode_all(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32
     Raises:
         EvaluationError: the encoder gives a wrong number of vectors, or another width than before.
     """
+    if isinstance(encoder, CachedEncoder):
+        encoder.fill(texts)  # all at once: a model is loaded for each time that something is missing
     matrix: npt.NDArray[np.float32] | None = None
     for start in range(0, len(texts), CHUNK):
         chunk = texts[start : start + CHUNK]
@@ -219,5 +292,6 @@ def _scored(task: Task, vectors: _Lookup) -> TaskScore:
         score=score,
         domain=task.domain,
         extra=figures,
+        examples=task.examples(vectors),
         seconds=time.perf_counter() - start,
     )

@@ -1,8 +1,10 @@
 """Pair classification: average precision of the cosine."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from distill.evaluation.base import PairTask, Vectors
+import numpy.typing as npt
+
+from distill.evaluation.base import PairTask
 from teacher_cache.errors import MissingDependency
 
 try:
@@ -20,7 +22,7 @@ class PairClassification(PairTask):
     """
 
     metric: ClassVar[str] = "average_precision"
-    column: ClassVar[str] = "label"
+    columns: ClassVar[tuple[str, ...]] = ("sentence1", "sentence2", "label")
 
     @staticmethod
     def parse(cell: str) -> float:
@@ -28,5 +30,5 @@ class PairClassification(PairTask):
             raise ValueError(f"{cell!r}, expected 0 or 1")
         return float(cell)
 
-    def score(self, vectors: Vectors) -> dict[str, float]:
-        return {self.metric: 100 * float(average_precision_score(self.values, self.cosines(vectors)))}
+    def rate(self, cosines: npt.NDArray[Any]) -> dict[str, float]:
+        return {self.metric: 100 * float(average_precision_score(self.values, cosines))}

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from distill.evaluation.base import PairTask, Vectors
+from distill.evaluation.base import PairTask
 from teacher_cache.errors import MissingDependency
 
 try:
@@ -24,7 +24,7 @@ class TextualSimilarity(PairTask):
     """
 
     metric: ClassVar[str] = "spearman"
-    column: ClassVar[str] = "score"
+    columns: ClassVar[tuple[str, ...]] = ("sentence1", "sentence2", "score")
 
     @staticmethod
     def parse(cell: str) -> float:
@@ -36,8 +36,8 @@ class TextualSimilarity(PairTask):
             raise ValueError(f"{cell!r}, expected a number")
         return value
 
-    def score(self, vectors: Vectors) -> dict[str, float]:
-        rho = spearman(self.cosines(vectors), self.values)
+    def rate(self, cosines: npt.NDArray[Any]) -> dict[str, float]:
+        rho = spearman(cosines, self.values)
         return {self.metric: 0.0 if rho is None else 100 * rho, "constant": float(rho is None)}
 
 

@@ -8,8 +8,8 @@ def model_card(record: Mapping[str, Any]) -> str:
     """README.md for a `final/` folder, from the record that the run keeps in `run.json`.
 
     Args:
-        record: `student`, `space`, `corpus`, `objective`, `sharpness`, `training`, `export`, `agreement`,
-            `versions`, as `distill.run` writes them.
+        record: `student`, `space`, `corpus`, `objective`, `sharpness`, `training`, `export`, `agreement`, `validation`,
+            `exported`, `versions`, as `distill.run` writes them.
     """
     space, corpus, student = record["space"], record["corpus"], record["student"]
     lives_in = (
@@ -52,6 +52,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         f"| Training | {record['steps']:,} steps of {record['training']['per_device_train_batch_size']} "
         f"records, learning rate {record['training']['learning_rate']:g}, {record['precision']}, seed "
         f"{record['training']['seed']} |",
+        *_chosen(record),
         "",
     ]
     agreement = record.get("agreement")
@@ -82,6 +83,16 @@ def _method(record: Mapping[str, Any]) -> str:
     preset = f", preset {objective['preset']}" if objective.get("preset") else ""
     options = "".join(f", {name} {value}" for name, value in (objective.get("options") or {}).items())
     return f"{objective['name']}{preset}{options}; sharpness {sharpness['name']}"
+
+
+def _chosen(record: Mapping[str, Any]) -> list[str]:
+    """The step whose student this is, where validation chose it."""
+    validation, step = record.get("validation"), (record.get("exported") or {}).get("step")
+    if not validation or validation["keep"] != "best":
+        return []
+    average = next(point["validation"]["average"] for point in validation["points"] if point["step"] == step)
+    files = ", ".join(validation["files"])
+    return [f"| Chosen by validation | step {step:,}, average {average:.2f} on {files} |"]
 
 
 def _row(what: str, values: list[float]) -> str:

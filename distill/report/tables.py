@@ -19,7 +19,8 @@ def task_table(reports: Mapping[str, Report]) -> Table:
     """One row a task and one for each of the three averages, one column a model, one decimal.
 
     Tasks come in the order of the first report that has them; a task that a model did not run is a dash. An
-    average says over how many tasks it goes in its row's name, or in the cell where the models differ.
+    average says over how many tasks it goes in its row's name, or in the cell where the models differ; there is none
+    over tasks that count in none.
     """
     table = Table()
     table.add_column("task")
@@ -33,8 +34,9 @@ def task_table(reports: Mapping[str, Report]) -> Table:
             task.metric.replace("_", " "),
             *(_cell(report.tasks.get(name)) for report in reports.values()),
         )
+    counted = any(task.domain != "apart" for task in tasks.values())
     table.add_section()
-    for key, label in AVERAGES.items():
+    for key, label in AVERAGES.items() if counted else ():
         averages = [report.averages[key] for report in reports.values()]
         counts = {average.tasks for average in averages}
         same = len(counts) == 1

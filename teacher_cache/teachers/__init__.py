@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from teacher_cache.errors import MissingDependency, TeacherError
+from teacher_cache.errors import MissingDependency, SpaceMismatch, TeacherError
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.hub import find_folder
 from teacher_cache.teachers.precision import choose_dtype
+from teacher_cache.teachers.settings import asked_as, named_prompts
 from teacher_cache.tokens import TokenShape
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "TeacherOptions",
     "TeacherSpec",
     "load_teacher",
+    "prompts_of",
     "resolve",
+    "resolve_as",
     "settle_dtype",
     "token_shape",
 ]
@@ -51,10 +54,43 @@ def resolve(options: TeacherOptions) -> TeacherSpec:
     backend = options.backend or ("toy" if options.model == "toy" else None)
     if backend == "toy":
         return backend_class(backend).resolve(options, None)
-    path = find_folder(options.model, options.revision, trust_remote_code=options.trust_remote_code)
-    folder = ModelFolder.open(path)
+    folder = _folder(options)
     backend = backend or ("sentence_transformer" if folder.modules else "transformer")
     return backend_class(backend).resolve(options, folder.path)
+
+
+def resolve_as(space: EmbeddingSpace, options: TeacherOptions) -> TeacherSpec:
+    """The teacher that `options.model` means, asked in the very way of `space`.
+
+    Args:
+        space: as a cache holds it.
+        options: which model, and where it runs; how it is asked comes from the space.
+
+    Raises:
+        SpaceMismatch: the model is another teacher, or cannot be asked in this way.
+    """
+    refused = f"the teacher {options.model} does not speak the cached space {space.slug}"
+    hint = "name the model that the cache was built with"
+    try:
+        spec = resolve(asked_as(space, options))
+    except TeacherError as error:
+        raise SpaceMismatch(f"{refused}: {error}; {hint}") from error
+    different = spec.space.difference(space)
+    if different:
+        fields = "; ".join(f"{name} is {mine!r}, cached {theirs!r}" for name, (mine, theirs) in different.items())
+        raise SpaceMismatch(f"{refused}: {fields}; {hint}")
+    return spec
+
+
+def prompts_of(options: TeacherOptions) -> dict[str, str]:
+    """The prompts that a model names itself, by name; none of a teacher without files.
+
+    Raises:
+        TeacherError: no such model.
+    """
+    if options.model == "toy" or (options.backend is not None and ":" in options.backend):
+        return {}
+    return named_prompts(_folder(options))
 
 
 def load_teacher(spec: TeacherSpec) -> Teacher:
@@ -125,6 +161,10 @@ def _require_sayable(spec: TeacherSpec) -> None:
             f"attention maps need eager attention, but {spec.options.attn_implementation} was asked of "
             f"{spec.space.teacher}: leave --attn-implementation out"
         )
+
+
+def _folder(options: TeacherOptions) -> ModelFolder:
+    return ModelFolder.open(find_folder(options.model, options.revision, trust_remote_code=options.trust_remote_code))
 
 
 @contextmanager

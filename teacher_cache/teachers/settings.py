@@ -5,6 +5,8 @@ prompt name or a precision the model overflows in is an error that says what wou
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.space import EmbeddingSpace
@@ -115,12 +117,38 @@ def chosen_prompt(options: TeacherOptions, prompts: Mapping[str, str], *, defaul
     return prompts[name]
 
 
-def _prompt(options: TeacherOptions, folder: ModelFolder, family: Family | None) -> str:
+def named_prompts(folder: ModelFolder) -> dict[str, str]:
+    """The prompts that a model's files or its model card name, by name."""
+    family = family_of(folder.label)
     prompts = dict(family.prompts) if family else {}
     # sentence-transformers saves empty prompts as placeholders: they do not outrank the model card's.
     for name, text in (folder.usage_config.get("prompts") or {}).items():
         if text or not prompts.get(name):
             prompts[name] = text or ""
+    return prompts
+
+
+def asked_as(space: EmbeddingSpace, options: TeacherOptions) -> TeacherOptions:
+    """The options that ask `options.model` as `space` was asked; where and how fast it runs stays as it is."""
+    of_hub = not Path(options.model).expanduser().is_dir()
+    return replace(
+        options,
+        backend=space.backend,
+        revision=(space.revision or None) if of_hub else None,
+        # Any other was not chosen, but read from the model's own files.
+        pooling=space.pooling if space.pooling in POOLINGS else None,
+        padding_side=space.padding_side,
+        prompt=space.prompt,
+        prompt_name=None,
+        max_length=space.max_length,
+        normalize=space.normalize,
+        dims=space.dims,
+        dtype=space.dtype,
+    )
+
+
+def _prompt(options: TeacherOptions, folder: ModelFolder, family: Family | None) -> str:
+    prompts = named_prompts(folder)
     default = folder.usage_config.get("default_prompt_name")
     prompt = chosen_prompt(options, prompts, default=default)
     if prompt is None and family and family.prompt_required:

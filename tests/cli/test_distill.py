@@ -133,7 +133,7 @@ def test_evaluation_has_the_promised_json(tiny_student: Path, tmp_path: Path) ->
     result = distill("eval", tiny_student, "--data", tmp_path, "--tasks", "stsb", "--json")
     assert "not normalised" in result.stderr  # as the published protocol: what the pooling gives
     record = json.loads(result.stdout)
-    assert set(record["tasks"]["stsb"]) == {"metric", "score"}
+    assert record["tasks"]["stsb"].keys() >= {"metric", "score"}
     assert set(record["average"]) == {"in_domain", "out_of_domain", "all"}
     assert record["average"]["in_domain"] == record["tasks"]["stsb"]["score"]
     assert record["average"]["out_of_domain"] is None

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from distill.errors import EvaluationError
-from distill.evaluation.base import DOMAINS, Task
+from distill.evaluation.base import DOMAINS, TEXT, Task
 from distill.evaluation.evaluator import Evaluator
 
 
@@ -18,7 +18,7 @@ def text_vector(text: str, dims: int = 8) -> npt.NDArray[np.float32]:
     return np.random.default_rng(list(text.encode())).normal(size=dims).astype(np.float32)
 
 
-def text_vectors(texts: Sequence[str]) -> npt.NDArray[np.float32]:
+def text_vectors(texts: Sequence[str], role: str = TEXT) -> npt.NDArray[np.float32]:
     return np.stack([text_vector(text) for text in texts])
 
 
@@ -71,7 +71,7 @@ class TaskContract(ABC):
     def test_it_asks_for_no_text_that_it_does_not_list(self, written: Task) -> None:
         asked: set[str] = set()
 
-        def vectors(texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        def vectors(texts: Sequence[str], role: str = TEXT) -> npt.NDArray[np.float32]:
             asked.update(texts)
             return text_vectors(texts)
 
@@ -87,11 +87,11 @@ class TaskContract(ABC):
         assert written.score(text_vectors) == self.task(tmp_path).score(text_vectors)
 
     def test_an_encoder_that_tells_no_texts_apart_gets_a_finite_score(self, written: Task) -> None:
-        figures = written.score(lambda texts: np.ones((len(texts), 4), dtype=np.float32))
+        figures = written.score(lambda texts, role=TEXT: np.ones((len(texts), 4), dtype=np.float32))
         assert np.isfinite(figures[written.metric])
 
     def test_zero_vectors_get_a_finite_score(self, written: Task) -> None:
-        figures = written.score(lambda texts: np.zeros((len(texts), 4), dtype=np.float32))
+        figures = written.score(lambda texts, role=TEXT: np.zeros((len(texts), 4), dtype=np.float32))
         assert np.isfinite(figures[written.metric])
 
     def test_the_evaluator_runs_it(self, written: Task) -> None:

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from distill.arguments import linear_cycles, settled_precision, training_arguments
 from distill.config import RunConfig
 from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, NonFiniteLoss
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.sharpness import SharpnessAware
-from distill.trainer import DistillTrainer, linear_cycles, settled_precision, training_arguments
+from distill.trainer import DistillTrainer
 from teacher_cache.shuffle import WindowedShuffle
 from tests.distill.tiny_runs import Parts, Stopped, metrics, parts, stop_at, tiny_config
 from tests.reference_loop import train as reference
@@ -369,7 +370,7 @@ def test_fp16_without_a_gpu_is_refused_rather_than_run_as_fp32(monkeypatch: pyte
         settled_precision("fp16")
 
 
-@pytest.mark.parametrize("argument", ["training.report_to=parchment", "training.arguments.eval_strategy=steps"])
+@pytest.mark.parametrize("argument", ["training.report_to=parchment", "training.arguments.logging_strategy=often"])
 def test_what_transformers_refuses_is_one_line(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, argument: str
 ) -> None:

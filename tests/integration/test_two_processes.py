@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import socket
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_model
 
 from distill.config import RunConfig
+from tests.conftest import varied_texts
 from tests.distill.tiny_runs import metrics, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -85,3 +87,29 @@ def test_two_processes_stay_one_model_under_asam_and_leave_one_student(
     assert told[0]["steps"] == told[1]["steps"] == 6
     assert told[0]["agreement"] == told[1]["agreement"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"] == 2
+
+
+def test_two_processes_agree_which_step_validation_chose(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = "".join(f"{text},{other},{place % 4}\n" for place, (text, other) in enumerate(pairwise(varied_texts(40))))
+    (data / "stsb_validation.csv").write_text(f"sentence1,sentence2,score\n{rows}")
+    config = tiny_config(
+        toy_cache,
+        tiny_student,
+        tmp_path / "run",
+        "corpus=sentences",
+        "training.per_device_train_batch_size=20",
+        "training.max_steps=6",
+        f"evaluation.data={data}",
+        "evaluation.tasks=[stsb]",
+        "evaluation.steps=2",
+    )
+    start_both(config, tmp_path)
+    told = [json.loads((tmp_path / f"rank{rank}.json").read_text())["validation"] for rank in range(2)]
+    assert told[0] == told[1]
+    assert [point["step"] for point in told[0]["points"]] == [2, 4, 6]
+    assert [line["step"] for line in metrics(tmp_path / "run") if "validation" in line] == [2, 4, 6]
+    chosen = load_file(tmp_path / "run" / f"checkpoint-{told[0]['best_step']}" / "model.safetensors")
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert all(torch.equal(tensor, chosen[f"student.encoder.{name}"]) for name, tensor in final.items())

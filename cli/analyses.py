@@ -1,0 +1,66 @@
+"""`distill analyze` and `distill report`: questions about trained runs, and all that is known of them."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.common import check_output, common_options, emit, say
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option("--analyses", help="Comma list; by default all that can be done with what is given.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the tasks' files.")
+@click.option("--retrieval", type=click.Path(path_type=Path), help="Folder of a collection in BEIR layout.")
+@click.option("--teacher", metavar="MODEL", help="The runs' teacher, for texts that their cache lacks.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="An option, such as curvature.texts=64.")
+@common_options
+def analyze(runs: tuple[Path, ...], analyses: str | None, sets: tuple[str, ...], **given: Any) -> None:
+    """Look into trained runs; each answer is kept in the run folder, where `distill report` finds it.
+
+    RUN is a run folder, or a folder of run folders.
+    """
+    from distill.analyses.base import analyze as look_into
+    from distill.comparison import run_folders
+    from distill.config import read_overrides
+
+    names = analyses.split(",") if analyses else None
+    options = read_overrides(sets, {})
+    records = {str(run): look_into(run, names, options=options, announce=say, **given) for run in run_folders(runs)}
+
+    def lines() -> list[str]:
+        return [f"{run}: {name}: {one['conclusion']}" for run, found in records.items() for name, one in found.items()]
+
+    emit(records, lines, f"distill report {' '.join(map(str, runs))}")
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("report.html"),
+    show_default=True,
+    help="The page; the data and the plots are written beside it.",
+)
+@click.option("--data", type=click.Path(path_type=Path), help="Score what was not, on the tasks' files in here.")
+@click.option("--tasks", help="Comma list; all nine by default.")
+@click.option("--dtype", default="auto", show_default=True, help="Of the scoring: auto, fp32 or bf16.")
+@click.option("--baseline", metavar="MODEL|SCORES", help="The student before training, or its scores.")
+@click.option("--teacher", metavar="MODEL|SCORES", help="The teacher, or its scores: what the others are shares of.")
+@common_options
+def report(runs: tuple[str, ...], output: Path, tasks: str | None, **asked: Any) -> None:
+    """One page about runs: scores, learning curves, analyses, cost. It opens from disk and needs nothing else.
+
+    RUN is a run folder, a folder of run folders, or any other model. SCORES is a file of `distill eval -o`.
+    """
+    from distill.report.data import report_data
+    from distill.report.html import write_report
+
+    check_output(output)
+    data = report_data(runs, tasks=tasks.split(",") if tasks else None, announce=say, **asked)
+    page, beside, *pictures = write_report(data, output)
+    plots = [f"plots: {len(pictures)} PNG files in {pictures[0].parent}"] if pictures else []
+    emit(data.to_json(), lambda: [f"report: {page}", f"data: {beside}", *plots])

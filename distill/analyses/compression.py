@@ -1,0 +1,275 @@
+"""Compression: what scores remain when vectors are cut to their first dimensions and stored in fewer bits.
+
+Matryoshka prefixes (Kusupati et al. 2022) of 32, 64, 128 ... d dimensions, each in three precisions:
+
+    truncate -> length 1 -> float32, or int8, or binary
+
+int8: 255 steps between the smallest and the largest value of each dimension, offset -128, as sentence-transformers'
+`quantize_embeddings` does; the ranges are those of the documents' vectors, taken once, and queries are stored with the
+same. A code stands for the middle of its step, and the cosine is of the vectors that the codes stand for. `codes` is
+the cosine of the codes as they are, which is what an index of int8 compares: dimensions then weigh by 1 / step^2.
+binary: the sign of each dimension; vectors are ranked by Hamming distance, ties stay ties.
+
+Three sides are measured: the student, its teacher, and, where the student is in the teacher's space, the asymmetric
+use of LEAF: the student encodes queries and first sentences, the teacher documents and second sentences. A student
+with a learned projection is measured behind it, in the teacher's space, and as `own` without it. `relative` is the
+share of that side's own score with all dimensions in float32; LEAF claims that a student's curves are its teacher's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from distill.analyses.base import Analysis
+from distill.errors import EvaluationError
+from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, Input, PairTask, Task, unit_rows
+from distill.evaluation.evaluator import NINE, encode_all, nine_tasks
+from distill.evaluation.retrieval import Retrieval, retrieval_tasks
+from distill.evaluation.roles import AS_MODEL, TeacherSource, teacher_encoders
+from distill.evaluation.task_file import read_task_file
+from distill.trained_run import TrainedRun
+from teacher_cache.joint import JointSpace
+from teacher_cache.teachers.base import TeacherOptions
+
+PRECISIONS = ("float32", "int8", "binary")
+SMALLEST = 32
+
+Floats = npt.NDArray[np.float32]
+# The score of `(n, d)` queries against `(m, d)` documents whose dot products say how near they are.
+Score = Callable[[Floats, Floats], float]
+
+
+class Compression(Analysis):
+    """Scores a run's student and teacher at every size, on pair and STS tasks and on retrieval."""
+
+    name: ClassVar[str] = "compression"
+    needs_tasks: ClassVar[bool] = True
+
+    def __init__(self, *, tasks: Sequence[str] | None = None, split: str = "test", **options: Any) -> None:
+        """Choose the tasks.
+
+        Args:
+            tasks: of the nine, those over pairs; None is all six of them. `data` may also be a YAML file of tasks.
+            split: "test" or "validation".
+        """
+        super().__init__(**options)
+        self.tasks = tasks
+        self.split = split
+
+    def __call__(self, run: TrainedRun) -> dict[str, Any]:
+        """`tasks`: of each its `curves` by side and precision, and `own`, as `scores_by_size` gives them.
+
+        Every text is encoded once by either model; what the cache lacks of the teacher is asked of it and kept.
+
+        Raises:
+            EvaluationError: files are missing or malformed, a task is not over pairs, the run has several teachers, or
+                a model gives NaN or infinity.
+            MissingRows: the cache lacks texts, and no teacher was named.
+        """
+        compared = [_compared(task) for task in self._tasks()]
+        inputs = [each for task in compared for side in (task.queries, task.documents) for each in side]
+        model = run.load()
+        # The teacher first: what it lacks is said before the student has been waited for.
+        teacher = _encoded(self._teacher(run, {role for _, role in inputs}), inputs)
+        own = _encoded(dict.fromkeys((TEXT, QUERY, DOCUMENT), model.student), inputs)
+        projection = model.objective.projection()
+        weight = None if projection is None else projection.detach().float().numpy()
+        result: list[dict[str, Any]] = []
+        for task in compared:
+            self.announce(f"compression on {task.name}")
+            mine, theirs = ([vectors(side) for side in (task.queries, task.documents)] for vectors in (own, teacher))
+            student = mine if weight is None else [side @ weight.T for side in mine]
+            sides = {"student": student, "teacher": theirs}
+            if weight is not None or model.objective.in_teacher_space:
+                sides["asymmetric"] = [student[0], theirs[1]]
+            curves = {
+                side: scores_by_size(queries, documents, task.score) for side, (queries, documents) in sides.items()
+            }
+            result.append({"task": task.name, "metric": task.metric, "curves": curves})
+            if weight is not None:
+                result[-1]["own"] = scores_by_size(mine[0], mine[1], task.score)
+        return {"tasks": result, "projected": weight is not None}
+
+    @staticmethod
+    def conclusion(result: Mapping[str, Any]) -> str:
+        tasks = [task["curves"] for task in result["tasks"]]
+        said = "; ".join(f"{side} {_kept([curves[side] for curves in tasks])}" for side in tasks[0])
+        return (
+            f"Of its own score with all dimensions in float32, mean over {len(tasks)} tasks, each side keeps: {said}."
+        )
+
+    def _tasks(self) -> list[Task]:
+        tasks: list[Task] = []
+        if self.data is not None and self.data.is_file():
+            tasks += read_task_file(self.data)
+        elif self.data is not None:
+            names = self.tasks or [name for name, (kind, _) in NINE.items() if kind != "classification"]
+            tasks += nine_tasks(self.data, names, split=self.split)
+        if self.retrieval is not None:
+            tasks += retrieval_tasks(self.retrieval)
+        return tasks
+
+    def _teacher(self, run: TrainedRun, roles: set[str]) -> Mapping[str, Encoder]:
+        """The run's teacher in the roles of a model, asked as its space was; queries with its query prompt."""
+        if isinstance(run.space, JointSpace):
+            raise EvaluationError(
+                f"{run.folder} has several teachers, {run.space.slug}; compression compares a student with one"
+            )
+        model = None if self.teacher is None else TeacherOptions(model=self.teacher)
+        source = TeacherSource(cache=run.cache.path, model=model).of_run(run.record)
+        wanted = [role for role, of_model in AS_MODEL.items() if of_model in roles]
+        return {AS_MODEL[role]: encoder for role, encoder in teacher_encoders(source, wanted, self.announce).items()}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A task whose score depends on how near one side's vectors are to the other's."""
+
+    name: str
+    metric: str
+    queries: Sequence[Input]
+    documents: Sequence[Input]
+    score: Score
+
+
+def _compared(task: Task) -> Compared:
+    if isinstance(task, PairTask):
+        pairs = task.pairs
+        first, second = [Input(pair.first) for pair in pairs], [Input(pair.second) for pair in pairs]
+        return Compared(task.name, task.metric, first, second, lambda a, b: task.rate(_row_products(a, b))[task.metric])
+    if not isinstance(task, Retrieval):
+        raise EvaluationError(
+            f"task {task.name!r} compares no vectors with one another; compression is measured on pairs, STS and "
+            "retrieval"
+        )
+    queries, documents = list(task.collection.queries.values()), list(task.collection.documents.values())
+    rows = [{text: row for row, text in enumerate(side)} for side in (queries, documents)]
+
+    def score(asked: Floats, stored: Floats) -> float:
+        def vectors(texts: Sequence[str], role: str = TEXT, /) -> Floats:
+            side, places = (asked, rows[0]) if role == QUERY else (stored, rows[1])
+            return side[[places[text] for text in texts]]
+
+        return task.score(vectors)[task.metric]
+
+    return Compared(
+        task.name,
+        task.metric,
+        [Input(text, QUERY) for text in queries],
+        [Input(text, DOCUMENT) for text in documents],
+        score,
+    )
+
+
+def _row_products(first: Floats, second: Floats) -> npt.NDArray[np.float64]:
+    products: npt.NDArray[np.float64] = np.einsum("ij,ij->i", first, second, dtype=np.float64)
+    return products
+
+
+def _encoded(encoders: Mapping[str, Encoder], inputs: Sequence[Input]) -> Callable[[Sequence[Input]], Floats]:
+    """Encode each distinct text once by each encoder; what is returned gives the `(n, d)` vectors of n inputs."""
+    rows: dict[int, dict[str, int]] = {id(encoder): {} for encoder in encoders.values()}
+    for text, role in inputs:
+        own = rows[id(encoders[role])]
+        own.setdefault(text, len(own))
+    by_id = {id(encoder): encoder for encoder in encoders.values()}
+    matrices = {key: encode_all(by_id[key], list(texts)) for key, texts in rows.items() if texts}
+    broken = sum(int(np.count_nonzero(~np.isfinite(matrix).all(1))) for matrix in matrices.values())
+    if broken:
+        raise EvaluationError(
+            f"{broken} of {len(set(inputs))} texts got vectors with NaN or infinity; check the weights"
+        )
+
+    def vectors(side: Sequence[Input]) -> Floats:
+        key = id(encoders[side[0].role])  # of one role throughout
+        return matrices[key][[rows[key][text] for text, _ in side]]
+
+    return vectors
+
+
+def _kept(curves: Sequence[Mapping[str, Any]]) -> str:
+    """Shares of the full score, mean over tasks: at about a quarter of the dimensions, in int8 and in binary."""
+    dims = [point["dims"] for point in curves[0]["float32"]]
+    quarter = max((place for place, size in enumerate(dims) if 4 * size <= dims[-1]), default=0)
+    shares = {
+        f"at {dims[quarter]} of {dims[-1]} dims": [curve["float32"][quarter]["relative"] for curve in curves],
+        "in int8": [curve["int8"][-1]["relative"] for curve in curves],
+        "in binary": [curve["binary"][-1]["relative"] for curve in curves],
+    }
+    return ", ".join(f"{100 * np.mean(values):.1f} % {what}" for what, values in shares.items())
+
+
+def prefixes(dims: int) -> list[int]:
+    """Powers of two from 32 below `dims`, and `dims` itself."""
+    powers = (2**power for power in range(SMALLEST.bit_length() - 1, dims.bit_length()))
+    return [*(size for size in powers if size < dims), dims]
+
+
+def truncate(vectors: npt.NDArray[Any], dims: int) -> Floats:
+    """`(n, dims)` the first dimensions of n vectors, scaled to length 1; a zero row stays zero."""
+    return unit_rows(vectors[:, :dims]).astype(np.float32)
+
+
+def ranges_of(vectors: Floats) -> Floats:
+    """`(2, d)` smallest and largest value of each dimension."""
+    return np.stack([vectors.min(0), vectors.max(0)])
+
+
+def quantize(vectors: Floats, precision: str, ranges: Floats) -> npt.NDArray[Any]:
+    """What is stored of `(n, d)` vectors: `(n, d)` float32 or int8, or `(n, ceil(d / 8))` uint8 of signs.
+
+    Args:
+        ranges: of int8, see `ranges_of`; values outside are clipped.
+    """
+    from sentence_transformers.util.quantization import quantize_embeddings
+
+    codes: npt.NDArray[Any] = quantize_embeddings(
+        vectors, precision={"binary": "ubinary"}.get(precision, precision), ranges=ranges
+    )
+    return codes
+
+
+def restore(codes: npt.NDArray[Any], precision: str, ranges: Floats) -> Floats:
+    """`(n, d)` vectors whose dot products say how near the stored ones are.
+
+    Those are cosines in float32 and int8, and d - 2 times the Hamming distance in binary.
+    """
+    if precision == "float32":
+        return codes
+    if precision == "int8":
+        # A dimension that never varied has steps of 0: every code stands for its one value.
+        steps = (ranges[1] - ranges[0]) / 255
+        return unit_rows(ranges[0] + (codes.astype(np.float32) + 128.5) * steps).astype(np.float32)
+    signs = np.unpackbits(codes, axis=1, count=ranges.shape[1])
+    return 2 * signs.astype(np.float32) - 1
+
+
+def scores_by_size(queries: npt.NDArray[Any], documents: npt.NDArray[Any], score: Score) -> dict[str, list[Any]]:
+    """By precision, for each prefix: `dims`, `bytes` of a vector, `score`, `relative` to all dimensions in float32.
+
+    int8 also has `codes`, the score of its codes as they are. `relative` is 0 where the full score is 0 or below.
+
+    Args:
+        queries: `(n, d)` vectors, as they come.
+        documents: `(m, d)`; int8 takes its ranges from them.
+    """
+    dims = queries.shape[1]
+    curves: dict[str, list[Any]] = {precision: [] for precision in PRECISIONS}
+    for size in prefixes(dims):
+        asked, stored = truncate(queries, size), truncate(documents, size)
+        ranges = ranges_of(stored)
+        for precision in PRECISIONS:
+            pair = [quantize(side, precision, ranges) for side in (asked, stored)]
+            first, second = (restore(codes, precision, ranges) for codes in pair)
+            point = {"dims": size, "bytes": pair[1].nbytes // len(pair[1]), "score": score(first, second)}
+            if precision == "int8":
+                point["codes"] = score(*(unit_rows(codes).astype(np.float32) for codes in pair))
+            curves[precision].append(point)
+    full = curves["float32"][-1]["score"]
+    for point in (point for points in curves.values() for point in points):
+        point["relative"] = round(point["score"] / full, 6) if full > 0 else 0.0
+        point |= {name: round(point[name], 4) for name in ("score", "codes") if name in point}
+    return curves

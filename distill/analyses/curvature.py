@@ -1,0 +1,275 @@
+"""Curvature: how sharp the minimum is that a run's checkpoints lie in.
+
+On a fixed draw of training records in batches of `batch`, with L the mean over these batches of the run's own objective
+(all of its terms), w a checkpoint's weights and g_b the gradient of batch b,
+
+    lambda   = largest eigenvalue of the Hessian of L at w     `distill.sharpness.hessian`, by two methods
+    rise     = mean over batches of L_b(w + eps_b) - L_b(w),   eps_b = rho T^2 g_b / ||T g_b||
+
+with T = 1 for `sharpness` (SAM's) and T = |w| for `adaptive_sharpness` (ASAM's). A lambda grows as weights are made
+smaller where a normalisation undoes it, without the student being another; the adaptive rise does not. eps is found
+batch by batch, as training with SAM finds it, because the terms compare the texts of a batch.
+
+`student` takes the student's parameters alone, the objective's projections held fixed; `with_heads` takes both.
+Everything is float32 without dropout, whatever the run was trained in. The two views of a text are then equal, so that
+a contrast of views only holds the texts apart, and they are encoded once. Objectives that train in stages are taken at
+their last one.
+
+Published figures of lambda (TALAS, table 4: 30.2 to 17.4 for AdamW, 14.9 to 9.9 for ASAM) name neither loss, batch nor
+parameters: orders can be compared with them, sizes cannot.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from distill.analyses.base import Analysis
+from distill.checkpoints import STATE, step_of
+from distill.errors import ConfigError, EvaluationError, NonFiniteLoss
+from distill.sharpness.ascent import SharpnessAware
+from distill.sharpness.hessian import DoubleBackward, GradientDifferences, Hessian, lanczos, power_iteration
+from distill.trained_run import TrainedRun
+from distill.trainer import Distillation
+
+SIDES = {"student": "of the student's parameters", "with_heads": "with the heads'"}
+# Two methods that differ by less than this share found the same.
+AGREED = 0.01
+
+Inputs = Mapping[str, Any]
+
+
+class Curvature(Analysis):
+    """Measures the curvature of a run's loss at its checkpoints, newest last."""
+
+    name: ClassVar[str] = "curvature"
+
+    def __init__(
+        self,
+        *,
+        checkpoints: int | None = None,
+        texts: int = 64,
+        batch: int = 32,
+        rho: float = 0.05,
+        adaptive_rho: float = 0.5,
+        heads: bool = True,
+        differences: bool = False,
+        iterations: int = 60,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Choose where and how closely to look.
+
+        Args:
+            checkpoints: at most so many, spread evenly and the newest among them; None is all.
+            texts: training records of the loss; time and memory are in proportion.
+            batch: records a batch, from 2 on.
+            rho: radius of `sharpness`.
+            adaptive_rho: radius of `adaptive_sharpness`.
+            heads: also give `with_heads`, which takes as long again.
+            differences: take products with the Hessian as differences of gradients from the start: as slow, in the
+                memory of one batch, and right to some 1e-4. Losses without a second derivative get them anyway.
+            iterations: of power iteration, at most.
+            seed: of the records and the start vectors.
+
+        Raises:
+            ConfigError: an option out of its range.
+        """
+        super().__init__(**options)
+        wanted = {
+            "checkpoints": (checkpoints, 1),
+            "texts": (texts, 2),
+            "batch": (batch, 2),
+            "iterations": (iterations, 1),
+        }
+        for option, (value, least) in wanted.items():
+            if not (value is None and option == "checkpoints") and (
+                not isinstance(value, int) or isinstance(value, bool) or value < least
+            ):
+                raise ConfigError(f"curvature {option}: expected a whole number from {least} on, found {value!r}")
+        for option, radius in {"rho": rho, "adaptive_rho": adaptive_rho}.items():
+            if not (isinstance(radius, int | float) and 0 < radius < math.inf):
+                raise ConfigError(f"curvature {option}: expected a number above 0, found {radius!r}")
+        self.checkpoints, self.texts, self.batch = checkpoints, texts, batch
+        self.rho, self.adaptive_rho = rho, adaptive_rho
+        self.heads, self.differences = heads, differences
+        self.iterations, self.seed = iterations, seed
+
+    def __call__(self, run: TrainedRun) -> dict[str, Any]:
+        """`loss` (what it is), `texts`, `batch`, and `points` with the figures of a checkpoint each.
+
+        Raises:
+            RunFolderError: it kept no checkpoint.
+            EvaluationError: fewer than two training records.
+            NonFiniteLoss: the loss or its gradient is NaN or infinite somewhere.
+        """
+        points = []
+        for checkpoint in _spread(run.checkpoints(), self.checkpoints):
+            model = run.load(checkpoint)
+            batches = list(run.batches(model, self.texts, self.batch, self.seed))
+            if not batches:
+                raise EvaluationError(f"{run.folder} has too few training records to measure its loss on; it takes 2")
+            state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+            point = {
+                "step": step_of(checkpoint),
+                "epoch": round(float(state["epoch"]), 4),
+                **self.measure(model, batches),
+            }
+            self.announce(f"step {point['step']:,}: {_figures(point)}")
+            points.append(point)
+        return {
+            "loss": f"{run.config.objective.name}, all terms, without dropout",
+            "texts": sum(len(inputs["vectors"]) for inputs in batches),
+            "batch": self.batch,
+            "points": points,
+        }
+
+    @staticmethod
+    def conclusion(result: Mapping[str, Any]) -> str:
+        first, last = result["points"][0], result["points"][-1]
+        course = f", {_figures(first)} at step {first['step']:,}" if first is not last else ""
+        adaptive, loss = last["adaptive_sharpness"], last["value"]
+        text = (
+            f"{_figures(last)} at step {last['step']:,}{course}; there the worst point within an adaptive radius of "
+            f"{adaptive['rho']:g} raises the loss of {loss:.4g} by {adaptive['rise']:.2g} "
+            f"({100 * adaptive['relative']:.1f} %)."
+        )
+        return text[0].upper() + text[1:]
+
+    def measure(self, model: Distillation, batches: Sequence[Inputs]) -> dict[str, Any]:
+        """The figures of a model; its weights are afterwards what they were, bit for bit.
+
+        Args:
+            batches: arguments of `model`; with exact products the graphs of all their losses are kept.
+
+        Returns:
+            `value` of the loss; `products`, "exact" or "differences"; `student` and `with_heads`, each with
+            `parameters`, `power` and `lanczos`, or None where there are none or the loss is flat along them;
+            `sharpness` and `adaptive_sharpness` with `rho`, `rise` and `relative`, the rise as a share of the loss.
+
+        Raises:
+            NonFiniteLoss: the loss or its gradient is NaN or infinite here.
+        """
+
+        def loss(inputs: Inputs) -> Tensor:
+            value: Tensor = model(**inputs)["loss"]
+            return value
+
+        with encoded_once(model):
+            found: dict[str, Any] = {
+                "sharpness": self._rise(model, loss, batches, "none", self.rho),
+                "adaptive_sharpness": self._rise(model, loss, batches, "abs", self.adaptive_rho),
+            }
+            with torch.no_grad():
+                found["value"] = float(torch.stack([loss(inputs) for inputs in batches]).mean())
+            if not self.differences:
+                # Fused attention kernels have no second derivative.
+                with sdpa_kernel([SDPBackend.MATH]):
+                    mean = torch.stack([loss(inputs) for inputs in batches]).mean()
+                    exact = DoubleBackward(mean, model.parameters())
+                try:
+                    return found | {"products": "exact"} | self._eigenvalues(model, exact)
+                except NonFiniteLoss:
+                    del mean, exact
+                    self.announce("the loss cannot be differentiated twice; taking differences of its gradients")
+            differences = GradientDifferences(lambda: (loss(inputs) for inputs in batches), model.parameters())
+            return found | {"products": "differences"} | self._eigenvalues(model, differences)
+
+    def _eigenvalues(self, model: Distillation, hessian: Hessian) -> dict[str, Any]:
+        student = hessian.block(model.student.parameters())
+        return {
+            "student": self._largest(student),
+            "with_heads": self._largest(hessian) if self.heads and hessian.size > student.size else None,
+        }
+
+    def _largest(self, hessian: Hessian) -> dict[str, Any] | None:
+        power = power_iteration(hessian, seed=self.seed, iterations=self.iterations)
+        other = lanczos(hessian, seed=self.seed)
+        if power is None or other is None:
+            return None
+        return {"parameters": hessian.size, "power": asdict(power), "lanczos": asdict(other)}
+
+    def _rise(
+        self,
+        model: Distillation,
+        loss: Callable[[Inputs], Tensor],
+        batches: Sequence[Inputs],
+        scaling: str,
+        rho: float,
+    ) -> dict[str, float]:
+        """Of the loss, at the worst point near the student's parameters."""
+        ascent = SharpnessAware(model.student.named_parameters(), scaling=scaling, rho=rho)
+        before, rise = 0.0, 0.0
+        for inputs in batches:
+            at_weights = loss(inputs)
+            with ascent.ascended(at_weights), torch.no_grad():
+                rise += float(loss(inputs) - at_weights.detach())
+            before += float(at_weights.detach())
+        return {"rho": rho, "rise": rise / len(batches), "relative": rise / before if before else 0.0}
+
+
+@contextmanager
+def encoded_once(model: Distillation) -> Iterator[None]:
+    """Inside, texts that a batch holds twice, as two views that only dropout tells apart, are encoded once.
+
+    The model must be in evaluation mode, where their encodings are equal: it saves half of the work.
+    """
+    encoder = model.student.encoder
+    views = model.objective.needs.views
+    doubled = False
+
+    def halve(module: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        nonlocal doubled
+        first, *others = named["input_ids"].chunk(views)
+        doubled = bool(others) and all(torch.equal(first, other) for other in others)
+        if doubled:
+            texts = len(first)
+            named = {name: value[:texts] if isinstance(value, Tensor) else value for name, value in named.items()}
+        return arguments, named
+
+    def repeat(module: Any, arguments: Any, named: dict[str, Any], said: Any) -> Any:
+        if doubled:
+            said.last_hidden_state = torch.cat([said.last_hidden_state] * views)
+            said.hidden_states = tuple(torch.cat([state] * views) for state in said.hidden_states)
+        return said
+
+    hooks = (
+        encoder.register_forward_pre_hook(halve, with_kwargs=True),
+        encoder.register_forward_hook(repeat, with_kwargs=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _spread(checkpoints: Sequence[Path], count: int | None) -> list[Path]:
+    """At most `count` of them, evenly, the last one among them."""
+    if count is None or count >= len(checkpoints):
+        return list(checkpoints)
+    places = np.linspace(len(checkpoints) - 1, 0, count).round().astype(int)
+    return [checkpoints[place] for place in sorted(set(places.tolist()))]
+
+
+def _figures(point: Mapping[str, Any]) -> str:
+    """The largest eigenvalues of a point, in words."""
+    said = [f"{_figure(point[side])} {name}" for side, name in SIDES.items() if point[side] is not None]
+    return f"largest eigenvalue {' and '.join(said)}" if said else "no curvature"
+
+
+def _figure(side: Mapping[str, Any]) -> str:
+    """What Lanczos found; what power iteration did too, where they differ by more than 1 %."""
+    lanczos, power = side["lanczos"], side["power"]
+    text = f"{'' if lanczos['converged'] else 'at least '}{lanczos['value']:.4g}"
+    if abs(power["value"] - lanczos["value"]) > AGREED * abs(lanczos["value"]):
+        text += f" ({'' if power['converged'] else 'at least '}{power['value']:.4g} by power iteration)"
+    return text

@@ -1,0 +1,170 @@
+"""Layers: how alike a student's layers see the same texts, how like the teacher, and what training moved.
+
+Of the pooled states e of n texts in layers 0 to L, 0 being the embedding layer, with R_l the `(n, n)` cosines of layer
+l and C(R) those cosines off the diagonal, centred:
+
+    between[l][m] = <C(R_l), C(R_m)> / (||C(R_l)|| ||C(R_m)||)      to_teacher[l]: R_m of the teacher's vectors
+    gaps[l]       = mean over all n^2 pairs of (R_(l+1) - R_l)^2
+    drift[l]      = 1 - mean over texts of cos(e_l before, e_l after)
+    kept[l]       = the likeness of `between`, of layer l before and after
+
+The likeness is linear CKA of unit states in its debiased form (Kornblith et al. 2019; Song et al. 2012; Nguyen et al.
+2021): 1 for the same cosines, and 0 on average for unrelated states. The plain cosine of two matrices of cosines is
+near 1 for any two layers, as all of a layer's states share a direction, and CKA without the correction rises with the
+dimensions even for unrelated states. It asks for no common width and does not see a rotation, so `kept` near 1 with a
+large `drift` is a layer that was turned, not reordered. `gaps` is what TALAS's layer term (LASD) makes small.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from distill.analyses.base import Analysis
+from distill.errors import EvaluationError
+from distill.evaluation.base import unit_rows
+from distill.student import Student
+from distill.trained_run import TrainedRun
+
+# Cosines of float32 states are known to about 1e-6: a layer whose centred ones are smaller tells no texts apart.
+SMALLEST_SPREAD = 1e-6
+FEWEST_TEXTS = 4
+BATCH = 32
+
+Matrix = npt.NDArray[np.float64]
+
+
+class Layers(Analysis):
+    """Compares a run's student before and after training, layer by layer, on texts it did not train on."""
+
+    name: ClassVar[str] = "layers"
+
+    def __init__(self, *, texts: int = 256, **options: Any) -> None:
+        """Choose the texts.
+
+        Args:
+            texts: at most so many; memory grows as its square, times the layers.
+        """
+        super().__init__(**options)
+        self.texts = texts
+
+    def __call__(self, run: TrainedRun) -> dict[str, Any]:
+        """The figures above, as lists from the embedding layer to the last.
+
+        Raises:
+            EvaluationError: fewer than 4 texts.
+            RunFolderError, StudentError: no checkpoint, or no model to compare it with.
+        """
+        rows = shown_rows(run, self.texts)
+        texts = run.cache.texts(rows)
+        before = pooled_layers(run.starting().student, texts)
+        after = pooled_layers(run.load().student, texts)
+        return compare_layers(before, after, run.space.gather(rows)) | {"held_out": bool(len(run.held_out_rows()))}
+
+    @staticmethod
+    def conclusion(result: Mapping[str, Any]) -> str:
+        names, drift = result["layers"], result["drift"]
+        moved = int(np.argmax(drift))
+        before, after = result["before"]["to_teacher"][-1], result["after"]["to_teacher"][-1]
+        return (
+            f"Training moved layer {names[moved]} most (drift {drift[moved]:.3f}, likeness to what it was "
+            f"{result['kept'][moved]:.2f}) and took the last layer's likeness to the teacher from {before:.2f} to "
+            f"{after:.2f} (CKA over {result['texts']} texts)."
+        )
+
+
+def shown_rows(run: TrainedRun, count: int) -> npt.NDArray[np.int64]:
+    """At most `count` rows of texts that the run did not train on; of its corpus, where it held none out."""
+    refused = np.array(sorted(run.space.quarantined()), dtype=np.int64)
+    rows = np.setdiff1d(run.held_out_rows(), refused)
+    if not len(rows):
+        rows = np.setdiff1d(run.manifest.distinct_rows(run.cache.rows), refused)
+    return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64))]
+
+
+@torch.no_grad()
+def pooled_layers(student: Student, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    """`(L + 1, n, d_s)` pooled states of every layer, without dropout, the student's prompt in front of each text."""
+    shape = student.eval().shape
+    layers = np.empty((shape.layers + 1, len(texts), shape.dim), dtype=np.float32)
+    order = np.argsort([len(text) for text in texts], kind="stable")
+    for start in range(0, len(texts), BATCH):
+        chosen = order[start : start + BATCH]
+        tokens = student.tokenizer(
+            [student.prompt + texts[place] for place in chosen.tolist()],
+            padding=True,
+            truncation=True,
+            max_length=student.max_length,
+            return_tensors="pt",
+        )
+        layers[:, chosen] = student(tokens["input_ids"], tokens["attention_mask"]).numpy()
+    return layers
+
+
+def compare_layers(before: npt.NDArray[Any], after: npt.NDArray[Any], teacher: npt.NDArray[Any]) -> dict[str, Any]:
+    """The result of the analysis.
+
+    Args:
+        before: `(L + 1, n, d_s)` pooled states, and `after` of the same texts.
+        teacher: `(n, d_T)`.
+
+    Raises:
+        EvaluationError: fewer than 4 texts.
+    """
+    texts = len(teacher)
+    if texts < FEWEST_TEXTS:
+        raise EvaluationError(f"layers are compared by the cosines of {FEWEST_TEXTS} texts or more; there are {texts}")
+    theirs = centred_cosines(teacher)
+    sides = {"before": before, "after": after}
+    centred = {side: np.stack([centred_cosines(layer) for layer in states]) for side, states in sides.items()}
+    units = {side: np.stack([unit_rows(layer) for layer in states]) for side, states in sides.items()}
+    names = ["embeddings", *(str(number) for number in range(1, len(before)))]
+    constant = {
+        side: [names[place] for place in np.flatnonzero(~values.any((1, 2)))] for side, values in centred.items()
+    }
+    drift = 1 - np.einsum("lnd,lnd->ln", units["before"], units["after"]).mean(1)
+    kept = np.diag(likeness(centred["before"], centred["after"]))
+    result: dict[str, Any] = {"texts": texts, "layers": names}
+    for side, values in centred.items():
+        result[side] = {
+            "between": _rounded(likeness(values, values)),
+            "to_teacher": _rounded(likeness(values, theirs[None])[:, 0]),
+            "gaps": _rounded(np.array([_gap(*pair) for pair in zip(units[side][:-1], units[side][1:], strict=True)])),
+            "constant": constant[side],
+        }
+    return result | {"drift": _rounded(np.maximum(drift, 0)), "kept": _rounded(kept)}
+
+
+def centred_cosines(vectors: npt.NDArray[Any]) -> Matrix:
+    """`(n, n)` cosines of n >= 4 vectors, centred so that their products estimate HSIC without bias.
+
+    Rows and columns sum to 0, and the diagonal is 0, since a text's likeness to itself says nothing (the U-centring of
+    Szekely and Rizzo 2014). All 0 where every two texts have the same cosine.
+    """
+    count = len(vectors)
+    units = unit_rows(vectors)
+    cosines: Matrix = units @ units.T
+    np.fill_diagonal(cosines, 0)
+    sums = cosines.sum(1)
+    cosines -= (sums[:, None] + sums[None, :]) / (count - 2)
+    cosines += sums.sum() / ((count - 1) * (count - 2))
+    np.fill_diagonal(cosines, 0)
+    if np.sqrt(np.mean(cosines**2)) < SMALLEST_SPREAD:
+        cosines[:] = 0
+    return cosines
+
+
+def likeness(first: Matrix, second: Matrix) -> Matrix:
+    """`(a, b)` debiased CKA of `(a, n, n)` and `(b, n, n)` centred cosines; 0 where one tells no texts apart."""
+    return unit_rows(first.reshape(len(first), -1)) @ unit_rows(second.reshape(len(second), -1)).T
+
+
+def _gap(lower: Matrix, upper: Matrix) -> float:
+    """Mean squared difference of two layers' cosines, the diagonal's zeros included, as LASD has it."""
+    return float(np.mean((upper @ upper.T - lower @ lower.T) ** 2))
+
+
+def _rounded(values: npt.NDArray[Any]) -> Any:
+    return (np.round(values, 6) + 0.0).tolist()  # no -0.0

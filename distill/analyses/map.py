@@ -1,0 +1,196 @@
+"""Map: a run's teacher and student vectors of the same texts as points of one plane.
+
+Both models' vectors are scaled to length 1. A student that lives in the teacher's space is drawn as it is: its own
+vectors, or those that its learned projection carries there. Any other has no place among the teacher's vectors, so
+the narrower vectors are padded with zeros and the student's are turned by the orthogonal matrix that brings its
+vectors of other texts of the corpus nearest to the teacher's:
+
+    R = argmin over R^T R = I of ||S R - T||_F      (orthogonal Procrustes, Schonemann 1966)
+
+A rotation changes no cosine between two of the student's vectors. It is fitted to other texts than those on the map,
+since with no more texts than dimensions it can bring even unrelated vectors together.
+
+The plane is t-SNE's (van der Maaten and Hinton 2008), of all points at once, begun from their two principal
+components and seeded, or those components themselves. t-SNE keeps neighbourhoods; far distances on it mean little.
+What is to be read off is therefore kept as figures too, in the full space: the distance of a text's two points beside
+that of two points of different texts, and how often a text's own point is the nearest.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from distill.analyses.base import Analysis
+from distill.analyses.layers import shown_rows
+from distill.errors import ConfigError, EvaluationError
+from distill.evaluation.base import unit_rows
+from distill.trained_run import TrainedRun
+from teacher_cache.errors import MissingDependency
+
+METHODS = ("tsne", "pca")
+FEWEST_TEXTS = 4
+PERPLEXITY = 30.0
+# Letters of a text that are kept beside its points.
+SHOWN = 200
+
+Matrix = npt.NDArray[np.float64]
+
+
+class Map(Analysis):
+    """Draws a run's held-out texts twice, where the teacher and where the trained student put them."""
+
+    name: ClassVar[str] = "map"
+
+    def __init__(
+        self, *, method: str = "tsne", texts: int = 256, fitted_on: int = 1024, seed: int = 0, **options: Any
+    ) -> None:
+        """Choose the plane.
+
+        Args:
+            method: "tsne" or "pca".
+            texts: at most so many are drawn.
+            fitted_on: at most so many other texts that a rotation is fitted to, where one is needed.
+            seed: of t-SNE.
+
+        Raises:
+            ConfigError: another method.
+        """
+        super().__init__(**options)
+        if method not in METHODS:
+            raise ConfigError(f"analysis map has no method {method!r}; it has: {', '.join(METHODS)}")
+        self.method = method
+        self.texts = texts
+        self.fitted_on = fitted_on
+        self.seed = seed
+
+    def __call__(self, run: TrainedRun) -> dict[str, Any]:
+        """`points` (x, y, of, text), `texts`, and the distances.
+
+        Raises:
+            EvaluationError: fewer than 4 texts.
+            RunFolderError: no checkpoint.
+        """
+        model = run.load()
+        projection = model.objective.projection()
+        rows = shown_rows(run, self.texts)
+        texts = run.cache.texts(rows)
+        student = unit_rows(model.student.encode(texts, projection=projection))
+        teacher = unit_rows(run.space.gather(rows))
+        fitted = 0
+        if projection is not None:
+            brought = "its learned projection"
+        elif model.objective.in_teacher_space:
+            brought = "nothing: it was trained there"
+        else:
+            others = self._others(run, rows)
+            fitted = len(others)
+            brought = f"a rotation fitted to {fitted} other texts"
+            rotation = procrustes(
+                unit_rows(model.student.encode(run.cache.texts(others))), unit_rows(run.space.gather(others))
+            )
+            student, teacher = turned(student, rotation), padded(teacher, len(rotation))
+        plane = project(np.concatenate([teacher, student]), self.method, self.seed)
+        return {
+            "method": self.method,
+            "brought_by": brought,
+            "fitted_on": fitted,
+            **distances(student, teacher),
+            "points": [
+                {"x": x, "y": y, "of": "teacher" if place < len(rows) else "student", "text": place % len(rows)}
+                for place, (x, y) in enumerate(np.round(plane, 4).tolist())
+            ],
+            "texts": [text[:SHOWN] for text in texts],
+        }
+
+    @staticmethod
+    def conclusion(result: Mapping[str, Any]) -> str:
+        return (
+            f"The student puts a text {result['same']:.2f} away from where the teacher puts it, and "
+            f"{result['random']:.2f} away from where the teacher puts another (unit vectors; brought together by "
+            f"{result['brought_by']}); of {len(result['texts'])} texts {100 * result['nearest']:.0f} % are nearest to "
+            "their own teacher vector."
+        )
+
+    def _others(self, run: TrainedRun, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of the corpus that are not drawn."""
+        refused = np.array(sorted(run.space.quarantined()), dtype=np.int64)
+        others = np.setdiff1d(run.manifest.distinct_rows(run.cache.rows), np.union1d(rows, refused))
+        if not len(others):
+            raise EvaluationError(
+                f"the student of {run.folder} is not in its teacher's space, and every text of the corpus is drawn: "
+                "none is left to fit a rotation to; set map.texts lower"
+            )
+        places = np.unique(np.linspace(0, len(others) - 1, min(self.fitted_on, len(others))).astype(np.int64))
+        return others[places]
+
+
+def padded(vectors: Matrix, dims: int) -> Matrix:
+    """`(n, dims)`: zeros behind the `(n, d)` vectors, or themselves where they are as wide or wider."""
+    return np.pad(vectors, ((0, 0), (0, max(0, dims - vectors.shape[1]))))
+
+
+def procrustes(student: Matrix, teacher: Matrix) -> Matrix:
+    """`(d, d)` orthogonal matrix that turns the student's vectors onto the teacher's; d is the larger width.
+
+    Args:
+        student: `(n, d_s)`, and `teacher` `(n, d_T)`, of the same texts.
+    """
+    try:
+        from scipy.linalg import orthogonal_procrustes
+    except ImportError as error:
+        raise MissingDependency("fitting a rotation needs SciPy: pip install 'teacher-cache[eval]'") from error
+    dims = max(student.shape[1], teacher.shape[1])
+    rotation: Matrix = orthogonal_procrustes(padded(student, dims), padded(teacher, dims))[0]
+    return rotation
+
+
+def turned(vectors: Matrix, rotation: Matrix) -> Matrix:
+    """`(n, d)`: the vectors, padded to the rotation's width d, times it."""
+    return padded(vectors, len(rotation)) @ rotation
+
+
+def distances(student: Matrix, teacher: Matrix) -> dict[str, float]:
+    """How far a text's two points are apart, in the full space and not on the plane.
+
+    Returns:
+        "same": mean Euclidean distance between a text's two vectors. "random": between one text's student vector and
+        another's teacher vector, mean over all n (n - 1). "nearest": share of texts whose student vector is nearer to
+        their own teacher vector than to any other's.
+
+    Args:
+        student: `(n, d)` unit vectors, and `teacher` of the same n >= 4 texts.
+
+    Raises:
+        EvaluationError: fewer.
+    """
+    count = len(student)
+    if count < FEWEST_TEXTS:
+        raise EvaluationError(f"a map is drawn of {FEWEST_TEXTS} texts or more; there are {count}")
+    cosines = student @ teacher.T
+    apart = np.sqrt(np.maximum(2 - 2 * cosines, 0))
+    own = np.diag(apart)
+    return {
+        "same": round(float(own.mean()), 6),
+        "random": round(float((apart.sum() - own.sum()) / (count * (count - 1))), 6),
+        "nearest": float(np.mean(np.argmax(cosines, axis=1) == np.arange(count))),
+    }
+
+
+def project(points: Matrix, method: str, seed: int = 0) -> Matrix:
+    """`(m, 2)` places of m >= 8 points on one plane; the same for the same seed."""
+    try:
+        from sklearn.decomposition import PCA
+        from sklearn.manifold import TSNE
+    except ImportError as error:
+        raise MissingDependency("a map needs scikit-learn: pip install 'teacher-cache[eval]'") from error
+    if method == "pca":
+        plane: Matrix = PCA(n_components=2, svd_solver="full").fit_transform(points)
+        return plane
+    # Neighbours that a point feels; there must be several times as many points.
+    perplexity = min(PERPLEXITY, (len(points) - 1) / 3)
+    plane = TSNE(perplexity=perplexity, init="pca", random_state=seed, n_jobs=1).fit_transform(
+        points.astype(np.float32)
+    )
+    return plane.astype(np.float64)

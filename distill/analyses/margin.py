@@ -1,0 +1,234 @@
+"""Robustness margin: how much approximation error a student may keep and still score as its teacher does.
+
+Of every checkpoint c, with y(x) the teacher's and p(x) the student's unit vectors in the teacher's space of n held-out
+texts x:
+
+    error(c) = mean over x of ||y(x) - p(x)||          = mean of sqrt(2 - 2 cos), in [0, 2]
+    score(c) = nDCG@10 with the teacher's documents and the student's queries, or Spearman over STS tasks
+    margin   = (score of the teacher - intercept) / slope       of the least-squares line score ~ error
+
+the error at which the line reaches the teacher's score (LEAF, section "Robustness"). A margin above 0 says that vectors
+need not be the teacher's own to be as good for the task. As published, checkpoints of the first epoch of each cycle of
+the learning rate are shown and left out of the fit; where an epoch is most of a run, `skipped_epochs` leaves out less.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from distill.analyses.base import Analysis
+from distill.arguments import LINEAR_CYCLES
+from distill.checkpoints import STATE, step_of
+from distill.errors import ConfigError, EvaluationError, NeedsNotMet
+from distill.evaluation.base import QUERY, TEACHER_DOCUMENT, TEXT, Encoder, Report, Task, unit_rows
+from distill.evaluation.encoders import CachedEncoder
+from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
+from distill.evaluation.retrieval import retrieval_tasks
+from distill.trained_run import TrainedRun
+from distill.trainer import Distillation, ProjectedStudent
+from teacher_cache.errors import MissingDependency
+from teacher_cache.joint import JointSpace
+from teacher_cache.teachers import TeacherOptions
+
+# A line through fewer checkpoints says nothing.
+FEWEST_POINTS = 3
+
+
+class Margin(Analysis):
+    """Fits score against approximation error over a run's checkpoints; it wants a run that kept many of them."""
+
+    name: ClassVar[str] = "margin"
+    needs_tasks: ClassVar[bool] = True
+
+    def __init__(self, *, skipped_epochs: float = 1.0, **options: Any) -> None:
+        """Choose what the line is fitted to.
+
+        Args:
+            skipped_epochs: epochs at the beginning of each cycle whose checkpoints are left out.
+
+        Raises:
+            ConfigError: below 0.
+        """
+        super().__init__(**options)
+        if not skipped_epochs >= 0:
+            raise ConfigError(f"analysis margin: skipped_epochs is {skipped_epochs}; expected 0 or more")
+        self.skipped_epochs = skipped_epochs
+
+    def __call__(self, run: TrainedRun) -> dict[str, Any]:
+        """`points`, `fit`, `teacher_score`, `margin` and, where there is no margin, the `reason`.
+
+        Raises:
+            NeedsNotMet: the student is not in the teacher's space.
+            EvaluationError: the run held no texts out, or a task's file is missing.
+        """
+        rows = np.setdiff1d(run.held_out_rows(), np.array(sorted(run.space.quarantined()), dtype=np.int64))
+        if not len(rows):
+            raise EvaluationError(
+                f"{run.folder} held no texts out of training, on which the error is measured; train with "
+                "data.held_out above 0 on a corpus of at least 256 distinct texts"
+            )
+        texts, teacher = run.cache.texts(rows), run.space.gather(rows)
+        checkpoints = run.checkpoints()
+        in_teacher_space(run.load(checkpoints[0]))  # refused before the teacher is asked for anything
+        scores = _Scores(self, run)
+        teacher_score = scores.teacher()
+        points = []
+        for checkpoint in checkpoints:
+            student = in_teacher_space(run.load(checkpoint))
+            epoch, skipped = self._place(checkpoint, run)
+            point = {
+                "step": step_of(checkpoint),
+                "epoch": round(epoch, 4),
+                "error": approximation_error(student.encode(texts), teacher),
+                "score": scores.student(student),
+                "fitted": not skipped,
+            }
+            self.announce(f"step {point['step']:,}: error {point['error']:.4f}, {scores.metric} {point['score']:.2f}")
+            points.append(point)
+        exported = (run.record.get("exported") or {}).get("step")
+        stand = next((point for point in points if point["step"] == exported), points[-1])
+        return {
+            "metric": scores.metric,
+            "task": scores.task,
+            "texts": len(rows),
+            "skipped_epochs": self.skipped_epochs,
+            **margin_of(points, teacher_score),
+            **{f"student_{key}": stand[key] for key in ("step", "error", "score")},
+        }
+
+    def _place(self, checkpoint: Path, run: TrainedRun) -> tuple[float, bool]:
+        """Epochs done at a checkpoint, and whether the fit leaves it out."""
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        step, steps, epoch = state["global_step"], state["max_steps"], state["epoch"]
+        training = run.config.training
+        cycles = training.cycles if training.lr_scheduler_type == LINEAR_CYCLES else 1
+        warmup = int(training.warmup_ratio * steps)
+        return epoch, early(step, steps, step / epoch, cycles, warmup, self.skipped_epochs)
+
+    @staticmethod
+    def conclusion(result: Mapping[str, Any]) -> str:
+        what = f"{result['metric']} on {result['task']}"
+        stand = (
+            f"the student of step {result['student_step']:,} has an error of {result['student_error']:.3f} and "
+            f"{result['student_score']:.2f} {what}"
+        )
+        if result["margin"] is None:
+            return f"No margin: {result['reason']}; {stand}, the teacher {result['teacher_score']:.2f}."
+        fit, fitted = result["fit"], sum(point["fitted"] for point in result["points"])
+        reached = (
+            f"the line reaches the teacher's {result['teacher_score']:.2f} at an error of {result['margin']:.3f}"
+            if result["margin"] > 0
+            else f"even at no error the line stays below the teacher's {result['teacher_score']:.2f}: no margin"
+        )
+        return (
+            f"Over {fitted} checkpoints each 0.01 of error costs {-fit['slope'] / 100:.2f} {what} "
+            f"(r2 {fit['r2']:.2f}); {reached}; {stand}."
+        )
+
+
+def in_teacher_space(model: Distillation) -> ProjectedStudent:
+    """The student, its vectors carried into its teacher's space where they are not in it already.
+
+    Raises:
+        NeedsNotMet: they lie in a space of their own.
+    """
+    projection = model.objective.projection()
+    if projection is None and not model.objective.in_teacher_space:
+        raise NeedsNotMet(
+            f"the margin needs a student in its teacher's space, and objective {type(model.objective).__name__} "
+            "neither learns a projection into it nor trains the student there; use one that does, such as leaf"
+        )
+    return ProjectedStudent(model.student, projection)
+
+
+def approximation_error(student: npt.NDArray[Any], teacher: npt.NDArray[Any]) -> float:
+    """Mean distance, in [0, 2], of `(n, d)` vectors of the same texts, each scaled to length 1."""
+    return float(np.linalg.norm(unit_rows(student) - unit_rows(teacher), axis=1).mean())
+
+
+def margin_of(points: Sequence[Mapping[str, Any]], teacher_score: float) -> dict[str, Any]:
+    """The line through those points that are `fitted`, and where it reaches the teacher's score.
+
+    Args:
+        points: each with `error`, `score` and `fitted`.
+
+    Returns:
+        `points`, `fit` (`slope`, `intercept`, `r2`, None where there is no line), `teacher_score`, `margin`, and with a
+        `margin` of None the `reason`.
+    """
+    try:
+        from scipy.stats import linregress
+    except ImportError as error:
+        raise MissingDependency("fitting the margin needs SciPy: pip install 'teacher-cache[eval]'") from error
+    found: dict[str, Any] = {"points": list(points), "fit": None, "teacher_score": teacher_score, "margin": None}
+    fitted = [(point["error"], point["score"]) for point in points if point["fitted"]]
+    if len(fitted) < FEWEST_POINTS:
+        return found | {
+            "reason": f"{len(fitted)} of {len(points)} checkpoints lie behind the epochs that are skipped, and a line "
+            f"needs {FEWEST_POINTS}: keep more by training.save_steps and .save_total_limit, or skip less by "
+            "margin.skipped_epochs"
+        }
+    errors, scores = zip(*fitted, strict=True)
+    if len(set(errors)) < 2:
+        return found | {"reason": f"all {len(fitted)} checkpoints have the same error, {errors[0]:.4f}"}
+    line = linregress(errors, scores)
+    # Scores that are all equal have no spread to explain, and SciPy no correlation of them.
+    r2 = float(line.rvalue**2) if len(set(scores)) > 1 else 0.0
+    found["fit"] = {"slope": float(line.slope), "intercept": float(line.intercept), "r2": r2}
+    if line.slope >= 0:
+        return found | {"reason": "the score does not fall where the error grows"}
+    return found | {"margin": float((teacher_score - line.intercept) / line.slope)}
+
+
+class _Scores:
+    """The task of a margin: its name and metric, the teacher's score, and a student's beside the teacher."""
+
+    def __init__(self, asked: Margin, run: TrainedRun) -> None:
+        if isinstance(run.space, JointSpace):
+            raise NeedsNotMet(f"{run.folder} was trained on several spaces; a margin is to one teacher's score")
+        options = None if asked.teacher is None else TeacherOptions(model=asked.teacher)
+        # Asked as for training, queries too: with no error left the student's queries are these very vectors.
+        self._teacher = CachedEncoder(run.cache.path, run.space.space.slug, options, asked.announce)
+        if asked.retrieval is not None:
+            self._student_tasks, self._teacher_tasks = (
+                [task] for task in retrieval_tasks(asked.retrieval, ["asymmetric", "teacher"])
+            )
+        else:
+            self._student_tasks = self._teacher_tasks = _sts_tasks(asked.data)
+        self.metric = self._student_tasks[0].metric
+        self.task = ", ".join(task.name for task in self._student_tasks)
+
+    def teacher(self) -> float:
+        return _mean(Evaluator(self._teacher_tasks)(self._teacher))
+
+    def student(self, student: ProjectedStudent) -> float:
+        encoders: dict[str, Encoder] = {TEXT: student, QUERY: student, TEACHER_DOCUMENT: self._teacher}
+        return _mean(Evaluator(self._student_tasks)(encoders))
+
+
+def _sts_tasks(data: Path | None) -> list[Task]:
+    names = [name for name, (kind, _) in NINE.items() if kind == "sts"]
+    there = [name for name in names if data is not None and (data / f"{name}_test.csv").is_file()]
+    if data is None or not there:
+        raise EvaluationError(f"{data}: no {', '.join(f'{name}_test.csv' for name in names)}; one of them is needed")
+    return nine_tasks(data, there)
+
+
+def _mean(report: Report) -> float:
+    return fmean(task.score for task in report.tasks.values())
+
+
+def early(
+    step: int, steps: int, steps_an_epoch: float, cycles: int = 1, warmup: int = 0, skipped_epochs: float = 1.0
+) -> bool:
+    """Whether the step, counted from 1, is in the first epochs of a cycle; the first cycle begins with the warm-up."""
+    length = (steps - warmup) / cycles
+    # A step that ends a cycle belongs to it.
+    done = max(0, int(np.ceil((step - warmup) / length)) - 1) if length > 0 else 0
+    begun = warmup + done * length if done else 0
+    return step - begun <= skipped_epochs * steps_an_epoch + 1e-6

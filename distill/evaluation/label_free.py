@@ -1,0 +1,200 @@
+"""How near a model comes to its teacher on texts of one's own, without labels: agreement and approximation."""
+
+import heapq
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from distill.errors import EvaluationError
+from distill.evaluation.agreement import agreement
+from distill.evaluation.base import TEACHER, TEXT, Example, Input, Task, Vectors, cosine
+from teacher_cache.corpus import Corpus
+
+# Agreement takes about 80 n^2 bytes of memory and its pairs grow as n^2: a sample, not the corpus, is looked at.
+SAMPLE = 2000
+SEED = 42
+SHOWN = 10
+QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+class LabelFree(Task):
+    """A comparison with the teacher on a sample of a corpus; the texts are asked of both.
+
+    The sample is the `sample` distinct texts with the smallest keyed digests: drawn without replacement, each text
+    equally likely, the same ones whatever their order and number of duplicates, in memory that does not grow with
+    the corpus. The file is any that `Corpus.open` takes.
+
+    Args:
+        sample: how many distinct texts are compared; of a smaller corpus all are.
+        seed: another one draws other texts.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ("text",)
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        domain: str = "apart",
+        sample: int = SAMPLE,
+        seed: int = SEED,
+        **given: Any,
+    ) -> None:
+        super().__init__(name, folder, domain=domain, **given)
+        self.sample = sample
+        self.seed = seed
+
+    @cached_property
+    def sampled(self) -> list[str]:
+        """The texts of the sample, by digest."""
+        (path,) = self.files()
+        corpus = Corpus.open(path, text_key=[self.column_name("text")])
+        found = sample_texts((text for batch in corpus.batches(1024) for (text,) in batch), self.sample, self.seed)
+        corpus.require_records()
+        return found
+
+    def texts(self) -> list[str]:
+        """
+        Raises:
+            CorpusError: the file is missing or malformed, or holds no text.
+        """
+        return self.sampled
+
+    def inputs(self) -> list[Input]:
+        return [Input(text, role) for role in (TEXT, TEACHER) for text in self.texts()]
+
+    @abstractmethod
+    def score(self, vectors: Vectors) -> dict[str, float]:
+        """As `Task.score`; the vectors of role TEACHER are those of the same texts."""
+
+
+class Agreement(LabelFree):
+    """Whether the model orders texts as its teacher does: Spearman of the two models' cosines of all pairs.
+
+    Further figure: `overlap` of the 10 nearest neighbours, times 100. See `distill.evaluation.agreement`; widths may
+    differ.
+    """
+
+    metric: ClassVar[str] = "spearman"
+
+    def score(self, vectors: Vectors) -> dict[str, float]:
+        found = agreement(vectors(self.sampled), vectors(self.sampled, TEACHER))
+        return {self.metric: 100 * found.spearman, "overlap": 100 * found.overlap, "texts": float(found.texts)}
+
+
+class Approximation(LabelFree):
+    """How far the model's vector of a text is from its teacher's: for a model that lives in the teacher's space.
+
+    The score is the mean cosine. The error of a text is ||y - y'|| = sqrt(2 - 2 cos) of the two vectors, scaled to
+    length 1: 0 is equal, 1.41 unrelated, 2 opposite. Further figures are its mean as `error`, and its quantiles;
+    the texts with the smallest and largest errors are shown.
+
+    Args:
+        optional: it is to be left out, and not refused, for a model that is not in its teacher's space.
+    """
+
+    metric: ClassVar[str] = "cosine"
+
+    def __init__(self, name: str, folder: Path, *, optional: bool = False, **given: Any) -> None:
+        super().__init__(name, folder, **given)
+        self.optional = optional
+
+    def score(self, vectors: Vectors) -> dict[str, float]:
+        cosines = self._cosines(vectors)
+        errors = _distances(cosines)
+        quantiles = {name: float(np.quantile(errors, share)) for name, share in QUANTILES.items()}
+        return {
+            self.metric: 100 * float(cosines.mean()),
+            "error": float(errors.mean()),
+            **{f"error_{name}": value for name, value in quantiles.items()},
+            "error_max": float(errors.max()),
+            "texts": float(len(errors)),
+        }
+
+    def examples(self, vectors: Vectors) -> dict[str, list[Example]]:
+        """The `SHOWN` texts of the largest errors, the largest first, and of the smallest, the smallest first."""
+        errors = _distances(self._cosines(vectors))
+        order = np.argsort(errors, kind="stable").tolist()
+        shown = {"worst": order[::-1][:SHOWN], "best": order[:SHOWN]}
+        return {which: [Example(self.sampled[i], float(errors[i])) for i in rows] for which, rows in shown.items()}
+
+    def _cosines(self, vectors: Vectors) -> npt.NDArray[np.float64]:
+        own, teachers = vectors(self.sampled), vectors(self.sampled, TEACHER)
+        if own.shape[1] != teachers.shape[1]:
+            raise EvaluationError(
+                f"task {self.name!r}: the model's vectors have {own.shape[1]} numbers and the teacher's "
+                f"{teachers.shape[1]}, so it is not in the teacher's space; agreement compares them"
+            )
+        return cosine(own, teachers)
+
+
+def label_free_tasks(corpus: Path, *, text_key: str = "text", sample: int = SAMPLE) -> list[Task]:
+    """Agreement and, for a model in its teacher's space, approximation, on one sample of a corpus.
+
+    Args:
+        text_key: key or column of the text.
+
+    Raises:
+        EvaluationError: there is no such file.
+    """
+    if not corpus.exists():
+        raise EvaluationError(f"{corpus}: there is no such corpus of texts")
+    given: dict[str, Any] = {"files": {"file": corpus}, "columns": {"text": text_key}, "sample": sample}
+    return [
+        Agreement("agreement", corpus.parent, **given),
+        Approximation("approximation", corpus.parent, optional=True, **given),
+    ]
+
+
+def without_approximation(tasks: Sequence[Task], reason: str, announce: Callable[[str], None]) -> list[Task]:
+    """The tasks for a model that is not in its teacher's space: those of `label_free_tasks` lose approximation.
+
+    Args:
+        reason: why it is not.
+        announce: is told what is left out.
+
+    Raises:
+        EvaluationError: approximation was asked for by name.
+    """
+    left = []
+    for task in tasks:
+        if not isinstance(task, Approximation):
+            left.append(task)
+        elif task.optional:
+            announce(f"{task.name} is left out: {reason}")
+        else:
+            raise EvaluationError(f"task {task.name!r}: {reason}")
+    return left
+
+
+def sample_texts(texts: Iterable[str], count: int, seed: int) -> list[str]:
+    """The `count` distinct texts whose digests under `seed` are smallest, in that order; all if there are fewer."""
+    key = seed.to_bytes(8, "little", signed=True)
+    # Largest digest first, so that the one to go is on top.
+    heap: list[tuple[int, str]] = []
+    held: set[str] = set()
+    for text in texts:
+        if text in held:
+            continue
+        digest = -int.from_bytes(blake2b(text.encode(), digest_size=16, key=key).digest())
+        if len(heap) < count:
+            heapq.heappush(heap, (digest, text))
+        elif digest > heap[0][0]:
+            held.discard(heapq.heapreplace(heap, (digest, text))[1])
+        else:
+            continue
+        held.add(text)
+    return [text for _, text in sorted(heap, reverse=True)]
+
+
+def _distances(cosines: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Distances of unit vectors; rounding may put a cosine a little above 1."""
+    distances: npt.NDArray[np.float64] = np.sqrt(np.maximum(2 - 2 * cosines, 0.0))
+    return distances

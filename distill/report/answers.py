@@ -1,0 +1,271 @@
+"""What the analyses answered, drawn: one kind of answer after the other."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from distill.report.curves import step_panel
+from distill.report.data import RunRecords
+from distill.report.drawing import HEIGHT, INK, Key, Panel, Plot, level, line, number, number_axes
+
+PRECISIONS = ("float32", "int8", "binary")
+SIDES = {"teacher": "--", "student": "-", "asymmetric": ":"}
+TEACHER = Key("teacher", None, "--")
+BEFORE = Key("before training", None, ":")
+METHODS = {"tsne": "t-SNE", "pca": "PCA"}
+POINTS = {"teacher": Key("teacher", None, "", "o"), "student": Key("student", 1, "", "o")}
+HEATMAP_HEIGHT, MAP_HEIGHT = 236.0, 252.0
+# Layers up to which a matrix has its numbers written in, and every layer a tick.
+FEW_LAYERS = 8
+PAIR = 2
+
+# Runs with what the analysis says of each.
+Answers = Sequence[tuple[RunRecords, Mapping[str, Any]]]
+
+
+def answer_plots(name: str, runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[Plot]:
+    """Of one analysis, those of all runs; an analysis that is not among `DRAWN` has none.
+
+    Args:
+        keys: by group of runs.
+    """
+    answers = [(run, run.analyses[name]["result"]) for run in runs if run.analyses.get(name, {}).get("result")]
+    if answers and name in DRAWN:
+        yield from DRAWN[name](answers, keys)
+
+
+def _compression(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
+    panels = []
+    met: dict[str, None] = {}
+    for run, result in answers:
+        for task in result["tasks"]:
+            curves = [
+                (side, precision, points)
+                for side, by_precision in task["curves"].items()
+                for precision, points in by_precision.items()
+            ]
+            met |= dict.fromkeys(name for side, precision, _ in curves for name in (side, precision))
+            said = "; ".join(
+                f"{side} {precision}: "
+                + ", ".join(f"{point['score']:.1f} at {number(point['bytes'])} bytes" for point in points)
+                for side, precision, points in curves
+            )
+            title = f"{run.name}: {_words(task['metric'])} on {task['task']} (points of 100)"
+            panels.append(Panel(title, said, partial(_draw_compression, curves)))
+    legend = [
+        *(Key(name, colour, "", "o") for colour, name in enumerate(PRECISIONS) if name in met),
+        *(Key(side, None, dash) for side, dash in SIDES.items() if side in met),
+    ]
+    if panels:
+        yield Plot("compression", "Score by size of a vector", panels, legend)
+
+
+def _draw_compression(curves: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]], axes: Any) -> None:
+    for side, precision, points in curves:
+        key = Key(side, PRECISIONS.index(precision) if precision in PRECISIONS else None, SIDES.get(side, "-"), "o")
+        ordered = sorted(points, key=lambda point: point["bytes"])
+        line(axes, key, [point["bytes"] for point in ordered], [point["score"] for point in ordered])
+    axes.set_xscale("log", base=2)
+    number_axes(axes, "bytes a vector")
+
+
+def _curvature(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
+    asked = {
+        "largest eigenvalue, student's parameters": lambda point: _eigenvalue(point.get("student")),
+        "largest eigenvalue, student and heads": lambda point: _eigenvalue(point.get("with_heads")),
+        "sharpness: rise of the loss": lambda point: (point.get("sharpness") or {}).get("rise"),
+        "adaptive sharpness: rise of the loss": lambda point: (point.get("adaptive_sharpness") or {}).get("rise"),
+        "loss without dropout": lambda point: point.get("value"),
+    }
+    found = []
+    for title, figure in asked.items():
+        values = [(run, [(point["step"], figure(point)) for point in result["points"]]) for run, result in answers]
+        known = [(run, [(step, value) for step, value in points if value is not None]) for run, points in values]
+        found.append(step_panel(title, known, keys))
+    panels = [panel for panel, _ in filter(None, found)]
+    if panels:
+        yield Plot("curvature", "Curvature of the loss (no unit)", panels, _keys_of(answers, keys))
+
+
+def _eigenvalue(found: Mapping[str, Any] | None) -> float | None:
+    """That of Lanczos's method, which needs fewer steps; the two are to agree."""
+    method = (found or {}).get("lanczos") or (found or {}).get("power")
+    value = method.get("value") if isinstance(method, Mapping) else method
+    return None if value is None else float(value)
+
+
+def _margin(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
+    by_task: dict[str, list[tuple[RunRecords, Mapping[str, Any]]]] = {}
+    for run, result in answers:
+        title = f"{_words(str(result['metric']))} on {result['task']} (points of 100)"
+        by_task.setdefault(title, []).append((run, result))
+    panels = []
+    for title, chosen in by_task.items():
+        said = "; ".join(
+            f"{run.name}: "
+            + ", ".join(f"{point['score']:.1f} at error {point['error']:.3f}" for point in result["points"])
+            + ("; no margin" if result.get("margin") is None else f"; margin {result['margin']:.3f}")
+            for run, result in chosen
+        )
+        panels.append(Panel(title, said, partial(_draw_margin, chosen, keys), HEIGHT))
+    legend = [Key(key.label, key.colour, "-", "o") for key in _keys_of(answers, keys)]
+    yield Plot("margin", "Score against approximation error", panels, [*legend, TEACHER])
+
+
+def _draw_margin(chosen: Answers, keys: Mapping[str, Key], axes: Any) -> None:
+    for run, result in chosen:
+        key, margin = keys[run.group], result.get("margin")
+        for fitted in (True, False):
+            points = [point for point in result["points"] if point["fitted"] is fitted]
+            x, y = [point["error"] for point in points], [point["score"] for point in points]
+            axes.plot(
+                x, y, color=key.hex, linestyle="", marker="o", markersize=4.5, fillstyle="full" if fitted else "none"
+            )
+        if result.get("fit"):
+            errors = [point["error"] for point in result["points"]]
+            if margin is not None and margin > 0:
+                errors.append(margin)
+            ends = [min(errors), max(errors)]
+            fit = [result["fit"]["intercept"] + result["fit"]["slope"] * end for end in ends]
+            axes.plot(ends, fit, color=key.hex, linewidth=1.1)
+    for score in sorted({result["teacher_score"] for _, result in chosen}):
+        level(axes, TEACHER, score)
+    number_axes(axes, "approximation error (distance of unit vectors)")
+
+
+def _layers(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
+    """What the runs are compared by, and each run's matrices."""
+    names = [str(name) for name in max((result["layers"] for _, result in answers), key=len)]
+    after = [(run.name, keys[run.group], result) for run, result in answers]
+    likeness = [
+        *(
+            (f"{name} before", replace(key, dash=BEFORE.dash), result["before"]["to_teacher"])
+            for name, key, result in after
+        ),
+        *((f"{name} after", key, result["after"]["to_teacher"]) for name, key, result in after),
+    ]
+    panels = [
+        _layer_panel("likeness to the teacher (CKA, no unit)", names, likeness),
+        _layer_panel("drift: 1 - cosine with before training", names, [(n, key, r["drift"]) for n, key, r in after]),
+    ]
+    yield Plot("layers", "What training moved", panels, [*_keys_of(answers, keys), BEFORE])
+    # Runs that began with one student share its matrix.
+    shown: dict[str, tuple[list[str], str, Mapping[str, Any]]] = {}
+    for side in ("before", "after"):
+        for run, result in answers:
+            same = json.dumps([side, run.name if side == "after" else result["before"]["between"]])
+            shown.setdefault(same, ([], side, result))[0].append(run.name)
+    yield Plot("layers-between", "Likeness between layers", [_matrix_panel(*one) for one in shown.values()])
+
+
+def _matrix_panel(runs: Sequence[str], side: str, result: Mapping[str, Any]) -> Panel:
+    names, matrix = [str(name) for name in result["layers"]], result[side]["between"]
+    said = "; ".join(
+        f"{name}: {', '.join(f'{value:.2f}' for value in row)}" for name, row in zip(names, matrix, strict=True)
+    )
+    title = f"{', '.join(runs)}: layers {side} training (CKA, no unit)"
+    return Panel(title, said, partial(_draw_matrix, names, matrix), HEATMAP_HEIGHT)
+
+
+def _layer_panel(title: str, names: Sequence[str], lines: Sequence[tuple[str, Key, Sequence[float]]]) -> Panel:
+    said = "; ".join(
+        f"{label}: " + ", ".join(f"{name} {value:.3f}" for name, value in zip(names, values, strict=False))
+        for label, _, values in lines
+    )
+    return Panel(title, f"By layer: {said}.", partial(_draw_layers, names, [(key, values) for _, key, values in lines]))
+
+
+def _draw_matrix(names: Sequence[str], matrix: Sequence[Sequence[float]], axes: Any) -> None:
+    lowest = min(0.0, min(map(min, matrix)))
+    axes.pcolormesh(matrix, cmap="cividis", vmin=lowest, vmax=1.0)
+    if len(names) <= FEW_LAYERS:
+        for row, values in enumerate(matrix):
+            for column, value in enumerate(values):
+                # Light on the dark half of the colours; neither is the page's ink, which changes.
+                colour = "#fefefe" if (value - lowest) / (1 - lowest) < 0.55 else "#010101"
+                size = 8.5 if len(names) <= 5 else 7.0
+                middle = {"ha": "center", "va": "center", "fontsize": size}
+                axes.text(column + 0.5, row + 0.5, f"{value:.2f}", color=colour, **middle)
+    ticks = [(place + 0.5, name) for place, name in _shown(names)]
+    axes.set_xticks(*zip(*ticks, strict=True))
+    axes.set_yticks(*zip(*ticks, strict=True))
+    axes.set_xlabel("layer")
+    axes.set_ylabel("layer")
+    axes.set_aspect("equal")
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.tick_params(length=0)
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _draw_layers(names: Sequence[str], lines: Sequence[tuple[Key, Sequence[float]]], axes: Any) -> None:
+    for key, values in lines:
+        line(axes, key, range(len(values)), values)
+    number_axes(axes, "layer")
+    axes.set_xticks(*zip(*_shown(names), strict=True))
+
+
+def _shown(names: Sequence[str]) -> list[tuple[int, str]]:
+    """Ticks: all of few layers, every other of many."""
+    short = ["emb" if name == "embeddings" else name for name in names]
+    return list(enumerate(short))[:: 1 if len(names) <= FEW_LAYERS else 2]
+
+
+def _map(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
+    panels = []
+    for run, result in answers:
+        points, method = result["points"], METHODS.get(result["method"], result["method"])
+        texts = len({point["text"] for point in points})
+        said = f"The teacher's and the student's vectors of {texts} texts, brought to one plane by {method}."
+        panels.append(
+            Panel(f"{run.name}: {texts} texts by {method} (no unit)", said, partial(_draw_map, points), MAP_HEIGHT)
+        )
+    yield Plot("map", "Teacher and student on one plane", panels, list(POINTS.values()))
+
+
+def _draw_map(points: Sequence[Mapping[str, Any]], axes: Any) -> None:
+    from matplotlib.collections import LineCollection
+
+    pairs: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        pairs.setdefault(point["text"], []).append((point["x"], point["y"]))
+    axes.add_collection(
+        LineCollection([pair for pair in pairs.values() if len(pair) == PAIR], colors=INK, linewidths=0.4, alpha=0.4)
+    )
+    for side, key in POINTS.items():
+        chosen = [point for point in points if point["of"] == side]
+        axes.plot(
+            [point["x"] for point in chosen],
+            [point["y"] for point in chosen],
+            linestyle="none",
+            marker="o",
+            markersize=3,
+            markeredgewidth=0.7,
+            fillstyle="none" if key.colour is None else "full",
+            color=key.hex,
+        )
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.grid(False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _keys_of(answers: Answers, keys: Mapping[str, Key]) -> list[Key]:
+    return [keys[group] for group in dict.fromkeys(run.group for run, _ in answers)]
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+# Analysis -> its plots; what is not here is shown by its conclusion.
+DRAWN: Mapping[str, Callable[[Answers, Mapping[str, Key]], Iterator[Plot]]] = {
+    "compression": _compression,
+    "curvature": _curvature,
+    "layers": _layers,
+    "map": _map,
+    "margin": _margin,
+}

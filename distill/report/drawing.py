@@ -1,0 +1,231 @@
+"""How a plot is drawn: each panel as an SVG that takes the page's colours, all panels of a plot as one PNG."""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from teacher_cache.errors import MissingDependency
+
+INK, GRID, PAPER = "#1c2127", "#d9dde2", "#ffffff"
+# Okabe and Ito's colours, told apart by the colour-blind too; yellow and black are left out: one does not show on
+# white, the other is the ink of references.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+DASHES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D")
+# Points: a panel is as wide as a phone shows it, so that its text is read without zooming.
+WIDTH, HEIGHT = 252.0, 176.0
+PNG_COLUMNS, PNG_DPI = 3, 160
+POINTS_AN_INCH = 72.0
+# From which quotient of the largest to the smallest value an axis is logarithmic.
+LOGARITHMIC = 20.0
+# Between two ticks, times a power of ten.
+STEPS = (1, 2, 5, 10)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What one kind of mark stands for; `colour` None is the ink, of references."""
+
+    label: str
+    colour: int | None
+    dash: str = "-"
+    marker: str = ""
+
+    @property
+    def hex(self) -> str:
+        return INK if self.colour is None else COLOURS[self.colour]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: what is drawn, with its unit.
+        said: the same in words and figures, for those who do not see it.
+        draw: onto matplotlib's axes.
+    """
+
+    title: str
+    said: str
+    draw: Callable[[Any], None]
+    height: float = HEIGHT
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Panels that share a legend; `name` is that of its PNG."""
+
+    name: str
+    title: str
+    panels: Sequence[Panel]
+    keys: Sequence[Key] = field(default=())
+
+
+def key_of(place: int, label: str) -> Key:
+    """The colour of the n-th of several; where colours run out, another dash."""
+    again = place // len(COLOURS) % len(DASHES)
+    return Key(label, place % len(COLOURS), DASHES[again], MARKERS[again])
+
+
+def line(axes: Any, key: Key, x: Sequence[float], y: Sequence[float], *, faint: bool = False) -> None:
+    """A line with its points where they are few."""
+    axes.plot(
+        x,
+        y,
+        color=key.hex,
+        linestyle=key.dash,
+        marker=key.marker or "o" if len(x) <= 12 else "",
+        markersize=3.5,
+        alpha=0.45 if faint else 1.0,
+    )
+
+
+def level(axes: Any, key: Key, y: float) -> None:
+    """A horizontal line: what a reference has."""
+    axes.axhline(y, color=key.hex, linestyle=key.dash, linewidth=1.1)
+
+
+def spread_widely(values: Sequence[float]) -> bool:
+    return min(values, default=0) > 0 and max(values) > LOGARITHMIC * min(values)
+
+
+def number_axes(axes: Any, x: str, y: str = "", *, log_y: bool = False, whole_x: bool = False) -> None:
+    """Labels, few ticks, and numbers as a person writes them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if axes.get_xscale() == "linear":
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS, integer=whole_x, min_n_ticks=1))
+    if log_y:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+
+
+def number(value: float) -> str:
+    """Four significant digits at most; thousands set apart."""
+    if not math.isfinite(value):
+        return "-"
+    if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def svg(panel: Panel, name: str) -> str:
+    """The panel as an `<svg>` element for the inside of a page: the page's ink, grid and colours, no fixed size.
+
+    Args:
+        name: unique in the page.
+
+    Raises:
+        MissingDependency: matplotlib is absent.
+    """
+    with _style() as figure_of:
+        figure = figure_of(WIDTH, panel.height)
+        panel.draw(figure.subplots())
+        text = io.StringIO()
+        none = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(text, format="svg", transparent=True, metadata=none)
+    drawn = text.getvalue()
+    inside = drawn[drawn.index(">", drawn.index("<svg")) + 1 :]
+    inside = re.sub(r"<g id=\"[^\"]*\">", "<g>", inside)
+    # Elements of several plots must not share an id.
+    inside = re.sub(r"(?<=\sid=\")", f"{name}-", inside)
+    inside = re.sub(r"(?<=url\(#)|(?<=href=\"#)", f"{name}-", inside)
+    inside = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", inside)
+    for place, colour in enumerate(COLOURS):
+        inside = inside.replace(colour, f"var(--mark-{place})")
+    inside = inside.replace(INK, "currentColor").replace(GRID, "var(--grid)").replace(PAPER, "var(--paper)")
+    return (
+        f'<svg viewBox="0 0 {WIDTH:g} {panel.height:g}" role="img" aria-labelledby="{name}-title {name}-said">'
+        f'<title id="{name}-title">{escape(panel.title)}</title><desc id="{name}-said">{escape(panel.said)}</desc>'
+        f"{inside.strip()}"
+    )
+
+
+def png(plot: Plot, path: Path) -> None:
+    """All panels and the legend, in ink on white.
+
+    Raises:
+        MissingDependency: matplotlib is absent.
+    """
+    from matplotlib.lines import Line2D
+
+    columns = min(PNG_COLUMNS, len(plot.panels))
+    rows = -(-len(plot.panels) // columns)
+    heights = [max(panel.height for panel in plot.panels[row * columns : (row + 1) * columns]) for row in range(rows)]
+    legend_rows = -(-len(plot.keys) // columns)
+    title = 20.0
+    with _style() as figure_of:
+        figure = figure_of(columns * WIDTH, sum(heights) + rows * title + legend_rows * 16.0 + 8.0)
+        grid = figure.subplots(rows, columns, squeeze=False, height_ratios=heights)
+        for axes, panel in zip(grid.flat, plot.panels, strict=False):
+            panel.draw(axes)
+            axes.set_title(panel.title, fontsize=9)
+        for axes in list(grid.flat)[len(plot.panels) :]:
+            axes.set_axis_off()
+        if plot.keys:
+            handles = [
+                Line2D([], [], color=key.hex, linestyle=key.dash or "none", marker=key.marker) for key in plot.keys
+            ]
+            figure.legend(
+                handles,
+                [key.label for key in plot.keys],
+                loc="outside upper left",
+                ncols=min(columns * 2, len(plot.keys)),
+                frameon=False,
+            )
+        figure.savefig(path, format="png", dpi=PNG_DPI, metadata={"Software": None})
+
+
+@contextmanager
+def _style() -> Iterator[Callable[[float, float], Any]]:
+    """Gives figures of a width and a height in points, without pyplot and its windows."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependency("plots are drawn with matplotlib: pip install 'teacher-cache[eval]'") from error
+    style: Mapping[str, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "report",
+        "text.parse_math": False,  # a run may be called $x$
+        "font.family": "DejaVu Sans",
+        "font.size": 8.5,
+        "axes.labelsize": 8.5,
+        "text.color": INK,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "axes.linewidth": 0.6,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "xtick.major.width": 0.6,
+        "ytick.major.width": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": GRID,
+        "grid.linewidth": 0.6,
+        "lines.linewidth": 1.5,
+    }
+    with rc_context(dict(style)), warnings.catch_warnings():
+        # A browser has glyphs that matplotlib's own font lacks.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield lambda width, height: Figure(
+            figsize=(width / POINTS_AN_INCH, height / POINTS_AN_INCH), layout="constrained"
+        )

@@ -1,0 +1,70 @@
+"""The plots of a report: learning curves, scores, and what the analyses answered."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from distill.comparison import Figure
+from distill.report.answers import answer_plots
+from distill.report.curves import curves, validation
+from distill.report.data import BASELINE, TEACHER, ReportData
+from distill.report.drawing import Key, Panel, Plot, key_of, number_axes
+
+TASK_HEIGHT, AXIS_HEIGHT = 18.0, 44.0
+MARKERS = {TEACHER: "|", BASELINE: "o"}
+OTHER_MARKER = "x"
+
+
+def plots(data: ReportData) -> dict[str, list[Plot]]:
+    """By what they show: "curves", "validation", "scores", and each analysis by name; those that have data."""
+    groups = dict.fromkeys(run.group for run in data.runs)
+    keys = {name: key_of(place, name) for place, name in enumerate(groups)}
+    found = {
+        "scores": list(_scores(data, keys)),
+        "curves": list(curves(data.runs, keys)),
+        "validation": list(validation(data.runs, keys)),
+        **{name: list(answer_plots(name, data.runs, keys)) for name in data.analyses},
+    }
+    return {name: drawn for name, drawn in found.items() if drawn}
+
+
+def _scores(data: ReportData, keys: Mapping[str, Key]) -> Iterator[Plot]:
+    """Every model's score of every task, runs in colour and references in ink."""
+    marks = {name: Key(name, key.colour, "", key.marker) for name, key in keys.items()}
+    marks |= {name: Key(name, None, "", MARKERS.get(role, OTHER_MARKER)) for name, role in data.references.items()}
+    rows = [
+        (marks[group.name], scores)
+        for group in data.comparison.groups
+        if (scores := {task: group.figures[f"tasks.{task}"] for task in data.tasks if f"tasks.{task}" in group.figures})
+    ]
+    if not rows:
+        return
+    said = "; ".join(
+        f"{key.label}: " + ", ".join(f"{task} {figure.mean:.1f}" for task, figure in scores.items())
+        for key, scores in rows
+    )
+    tasks = list(data.tasks)
+    height = AXIS_HEIGHT + TASK_HEIGHT * len(tasks)
+    panel = Panel("score of each task (points of 100)", said, partial(_draw_scores, tasks, rows), height)
+    yield Plot("scores", "Scores by task", [panel], [key for key, _ in rows])
+
+
+def _draw_scores(tasks: Sequence[str], rows: Sequence[tuple[Key, Mapping[str, Figure]]], axes: Any) -> None:
+    for key, scores in rows:
+        reference = key.colour is None
+        axes.errorbar(
+            [figure.mean for figure in scores.values()],
+            [tasks.index(task) for task in scores],
+            xerr=[figure.deviation or 0.0 for figure in scores.values()],
+            color=key.hex,
+            linestyle="none",
+            marker=key.marker,
+            markersize=11 if key.marker == "|" else 5,
+            markeredgewidth=1.4 if reference else 0.0,
+            markerfacecolor="none" if reference else key.hex,
+            elinewidth=1.2 if any(figure.deviation for figure in scores.values()) else 0.0,
+            zorder=2 if reference else 3,
+        )
+    number_axes(axes, "score")
+    axes.set_yticks(range(len(tasks)), tasks)
+    axes.set_ylim(len(tasks) - 0.5, -0.5)

@@ -1,0 +1,129 @@
+"""Validation: a student's scores on validation files while it is trained, by which a checkpoint is chosen."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b, file_digest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distill.config import EvaluationConfig
+from distill.errors import ConfigError
+from distill.evaluation.base import Encoder, Task
+from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
+
+# Of the nine, those whose validation file chooses nothing, and why.
+UNFIT = {
+    "banking77": "its validation file is part of its training file",
+    "tweet": "its validation file is part of its training file",
+    "sts12": "its validation file is the training split",
+}
+
+
+class Validation:
+    """Scores a student on the validation files of labelled tasks; a test file is never opened.
+
+    Attributes:
+        tasks: what is scored, each on `NAME_validation.csv`.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = list(tasks)
+        self._evaluator = Evaluator(self.tasks)
+
+    @classmethod
+    def of(cls, config: EvaluationConfig) -> "Validation | None":
+        """What a run's settings ask for; None where they name no folder. No file is read yet.
+
+        Raises:
+            ConfigError: a task whose validation file tells nothing.
+            EvaluationError: an unknown task, or files that are missing.
+            MissingDependency: scikit-learn or SciPy is absent.
+        """
+        if not config.data:
+            return None
+        unfit = [name for name in config.tasks or () if name in UNFIT]
+        if unfit:
+            raise ConfigError(
+                f"evaluation.tasks names {unfit[0]}, and {UNFIT[unfit[0]]}, so it would choose nothing; those that do: "
+                f"{', '.join(name for name in NINE if name not in UNFIT)}"
+            )
+        names = config.tasks or [name for name in NINE if name not in UNFIT]
+        return cls(nine_tasks(Path(config.data), names, split="validation"))
+
+    def read(self) -> dict[str, str]:
+        """Read every file, so that a malformed one is refused before training; digests by file name.
+
+        Raises:
+            EvaluationError: one is malformed.
+        """
+        for task in self.tasks:
+            task.inputs()
+        paths = {path.name: path for task in self.tasks for path in task.files()}
+        return {name: _digest(path) for name, path in sorted(paths.items())}
+
+    def __call__(self, student: Encoder) -> dict[str, float]:
+        """`average` over the tasks, each task's score under its name, and the `seconds` that it all took.
+
+        Random numbers that a task draws are not those of the training.
+        """
+        with _random_numbers_apart():
+            report = self._evaluator(student)
+        scores = {name: task.score for name, task in report.tasks.items()}
+        average = report.averages["all"].score
+        if average is None:
+            raise ConfigError("every task of evaluation.tasks counts in no average; name one that does")
+        return scores | {"average": average, "seconds": round(report.seconds, 3)}
+
+
+def points(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluations in a Trainer's log, as `metrics.jsonl` has them.
+
+    Returns:
+        For each `step`, `epoch`, `validation` (`average` and every task's score, times 100) and `seconds`.
+    """
+    return [point(line["step"], line) for line in log if "eval_average" in line]
+
+
+def point(step: int, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """One evaluation out of Trainer's figures, whose names begin with "eval_"."""
+    scores = {name.removeprefix("eval_"): value for name, value in figures.items() if name.startswith("eval_")}
+    seconds, average = scores.pop("seconds"), scores.pop("average")
+    return {
+        "step": step,
+        "epoch": figures["epoch"],
+        "validation": {"average": average, **scores},
+        "seconds": seconds,
+    }
+
+
+def best(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The point with the highest average, the earliest of several; what Trainer takes for the best, too."""
+    return dict(max(found, key=lambda one: one["validation"]["average"]))
+
+
+def told(one: Mapping[str, Any]) -> str:
+    """A point in one line."""
+    scores = ", ".join(f"{name} {score:.2f}" for name, score in one["validation"].items())
+    return f"validation behind step {one['step']:,} (epoch {one['epoch']:.2f}): {scores}; took {one['seconds']:.1f} s"
+
+
+@contextmanager
+def _random_numbers_apart() -> Iterator[None]:
+    import torch
+
+    python, numbers = random.getstate(), np.random.get_state()
+    device = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(device):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()

@@ -1,0 +1,185 @@
+"""`distill eval` as a person types it: retrieval in three modes, and vectors that are kept."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill.run import run
+from teacher_cache.cache import TeacherCache
+from tests.cli.test_distill import distill, refused
+from tests.conftest import varied_texts
+from tests.distill.tiny_runs import tiny_config
+from tests.distill.tiny_tasks import write_tasks
+from tests.teacher_cache.tiny_teachers import write_bert, write_sentence_transformer
+
+MODES = ["student", "asymmetric", "teacher"]
+
+
+def each_mode() -> list[str]:
+    return [word for mode in MODES for word in ("--mode", mode)]
+
+
+@pytest.fixture(scope="module")
+def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """25 documents and 5 queries that the tiny student knows and no cache has."""
+    folder = tmp_path_factory.mktemp("beir") / "small"
+    folder.mkdir()
+    texts = varied_texts(30, seed=9)
+    for name, part in (("corpus", texts[5:]), ("queries", texts[:5])):
+        lines = [json.dumps({"_id": str(place), "text": text}) for place, text in enumerate(part)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "qrels.tsv").write_text("".join(f"{n}\t{n}\t2\n{n}\t{n + 7}\t1\n" for n in range(5)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(toy_cache: Path, tiny_student: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of its own, "cache", and two runs on it: "projected" into its teacher's space, and "plain"."""
+    root = tmp_path_factory.mktemp("runs")
+    cache = Path(shutil.copytree(toy_cache, root / "cache"))
+    for name, *more in (("projected", "export.projection=true"), ("plain",)):
+        run(tiny_config(cache, tiny_student, root / name, "training.max_steps=2", *more))
+    return root
+
+
+def scores(*words: str | Path) -> dict[str, Any]:
+    result = distill("eval", *words, "--json")
+    assert result.exit_code == 0, result.output
+    record: dict[str, Any] = json.loads(result.stdout)
+    return record
+
+
+def test_a_run_is_scored_by_itself_and_against_its_teacher(runs: Path, collection: Path, tmp_path: Path) -> None:
+    model = runs / "projected"
+    result = distill("eval", model, "--retrieval", collection, *each_mode(), "--teacher", "toy", "-o", tmp_path / "s")
+    assert result.exit_code == 0, result.output
+    for name in ("small", "small (asymmetric)", "small (teacher)"):
+        assert f"│ {name} " in result.stdout
+        assert f"{name}: recall at 100 100.0, MRR at 10 " in result.stdout
+    assert "average" not in result.stdout  # retrieval counts in none
+    assert result.stderr.startswith("projected · mean pooling")
+    assert "teacher query, teacher document: toy · " in result.stderr
+    assert "lacks 30 of 30 texts in space toy@" in result.stderr
+    record = json.loads((tmp_path / "s").read_text())
+    asymmetric = record["tasks"]["small (asymmetric)"]
+    assert asymmetric["metric"] == "ndcg_at_10"
+    assert asymmetric["figures"].keys() == {"recall_at_100", "mrr_at_10", "queries", "documents"}
+
+    # The teacher's vectors are kept in the run's cache by now: it need not be named again, and nothing is asked.
+    again = distill("eval", model, "--retrieval", collection, *each_mode(), "--json")
+    assert "lacks" not in again.stderr
+    assert json.loads(again.stdout)["tasks"] == record["tasks"]
+
+
+def test_the_modes_are_what_each_model_alone_and_both_together_say(
+    runs: Path, collection: Path, tmp_path: Path
+) -> None:
+    student = scores(runs / "projected", "--retrieval", collection)["tasks"]["small"]
+    teacher = scores("toy", "--retrieval", collection)["tasks"]["small"]
+    words: list[str | Path] = ["--teacher", "toy", "--retrieval", collection, *each_mode()]
+    together = scores(runs / "projected", *words)["tasks"]
+    assert together["small"] == student
+    assert together["small (teacher)"]["score"] == pytest.approx(teacher["score"])
+    of_itself = scores("toy", "--retrieval", collection, "--mode", "asymmetric", "--teacher", "toy")
+    assert of_itself["tasks"]["small (asymmetric)"] == teacher
+
+
+def test_asymmetric_retrieval_needs_a_student_in_its_teachers_space(
+    runs: Path, collection: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    asymmetric: list[str | Path] = ["--retrieval", collection, "--mode", "asymmetric"]
+    for model in (runs / "plain", runs / "plain" / "final"):
+        line = refused(distill("eval", model, *asymmetric))
+        assert "is not in its teacher's space" in line
+        assert "export.projection=true" in line
+    line = refused(distill("eval", tiny_student, *asymmetric, "--teacher", "toy"))
+    assert "gives vectors of 16 numbers and toy of 32" in line
+
+
+def test_another_teacher_than_the_runs_is_refused(runs: Path, collection: Path, tmp_path: Path) -> None:
+    words: list[str | Path] = ["eval", runs / "projected", "--retrieval", collection, "--mode", "teacher"]
+    line = refused(distill(*words, "--teacher", write_bert(tmp_path / "other")))
+    assert "does not speak the cached space toy@" in line
+    other = tmp_path / "cache"
+    scores(write_bert(tmp_path / "bert"), "--retrieval", collection, "--cache", other)
+    line = refused(distill(*words[:-1], "asymmetric", "--cache", other, "--space", "bert"))
+    assert "learnt from toy, so its vectors cannot be compared with those of bert" in line
+
+
+def test_a_text_that_the_cache_lacks_needs_the_model(toy_cache: Path, collection: Path) -> None:
+    words: list[str | Path] = ["eval", "toy", "--retrieval", collection, "--mode", "teacher"]
+    space = TeacherCache.open(toy_cache).space_record().space.slug
+    line = refused(distill(*words, "--cache", toy_cache, "--space", space))
+    assert "no vector for 30 of 30 texts" in line
+    assert "--teacher MODEL" in line
+    line = refused(distill(*words))
+    assert "the teacher's vectors are needed, and nothing gives them" in line
+
+
+def test_a_models_vectors_are_kept_and_a_second_evaluation_encodes_none(
+    tiny_student: Path, collection: Path, tmp_path: Path
+) -> None:
+    data = write_tasks(tmp_path / "data")
+    words: list[str | Path] = [
+        tiny_student,
+        "--data",
+        data,
+        "--tasks",
+        "stsb,mrpc",
+        "--retrieval",
+        collection,
+        "--dtype",
+        "fp32",
+    ]
+    without = scores(*words)
+    first = distill("eval", *words, "--cache", tmp_path / "cache", "--json")
+    assert "lacks 90 of 90 texts" in first.stderr
+    again = distill("eval", *words, "--cache", tmp_path / "cache", "--json")
+    assert "lacks" not in again.stderr
+    assert json.loads(again.stdout)["tasks"] == json.loads(first.stdout)["tasks"]
+    for name, task in without["tasks"].items():
+        assert json.loads(first.stdout)["tasks"][name]["score"] == pytest.approx(task["score"], abs=1e-3)
+    assert without["average"]["all"] == (without["tasks"]["stsb"]["score"] + without["tasks"]["mrpc"]["score"]) / 2
+
+
+def test_queries_and_documents_are_asked_with_their_prompts(collection: Path, tmp_path: Path) -> None:
+    model = write_sentence_transformer(tmp_path)
+    words: list[str | Path] = ["eval", model, "--retrieval", collection]
+    said = distill(*words).stderr
+    assert "query: st · mean pooling · prompt 'the river '" in said
+    assert "document: st · mean pooling · no prompt" in said
+    said = distill(*words, "--query-prompt", "", "--document-prompt", "").stderr
+    assert "query, document: st" not in said  # one way for every role needs no names
+    assert "st · mean pooling · no prompt" in said
+    cache = tmp_path / "cache"
+    teacher: list[str | Path] = [
+        "--mode",
+        "teacher",
+        "--teacher",
+        model,
+        "--teacher-document-prompt",
+        "a mat ",
+        "--cache",
+        cache,
+    ]
+    assert "teacher document: st · mean pooling · prompt 'a mat '" in distill(*words, *teacher).stderr
+    with TeacherCache.open(cache) as table:
+        held = {record.space.prompt: record.space.slug for record in table.space_records().values()}
+    assert held.keys() == {"the river ", "a mat "}
+    # Without the model, the space that is named, in the prompt that is.
+    from_cache: list[str | Path] = ["--mode", "teacher", "--cache", cache, "--space", held["the river "]]
+    result = distill(*words, *from_cache, "--teacher-document-prompt", "a mat ", "--json")
+    assert result.exit_code == 0, result.output
+    line = refused(distill(*words, *from_cache, "--teacher-document-prompt", "no such "))
+    assert "prompt: wanted 'no such '" in line
+
+
+def test_nothing_to_evaluate_on_is_refused(tiny_student: Path, collection: Path) -> None:
+    assert "--retrieval" in refused(distill("eval", tiny_student))
+    assert "--data" in refused(distill("eval", tiny_student, "--retrieval", collection, "--tasks", "stsb"))
+    assert "'studnet': did you mean 'student'" in refused(
+        distill("eval", tiny_student, "--retrieval", collection, "--mode", "studnet")
+    )

@@ -1,0 +1,176 @@
+"""The picture of the layers: likeness of layers, to the teacher, and what training moved."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distill.analyses.layers import Layers, centred_cosines, compare_layers, likeness, pooled_layers, shown_rows
+from distill.errors import EvaluationError
+from distill.run import run
+from distill.student import Student
+from distill.trained_run import TrainedRun
+from tests.distill.tiny_runs import tiny_config
+
+RANDOM = np.random.default_rng(3)
+
+
+def states(layers: int = 3, texts: int = 12, dims: int = 5, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(layers, texts, dims))
+
+
+def unbiased_hsic(first: np.ndarray, second: np.ndarray) -> float:
+    """Song et al. 2012, eq. 5, as it is written there."""
+    n = len(first)
+    k, m = first - np.diag(np.diag(first)), second - np.diag(np.diag(second))
+    one = np.ones(n)
+    product = (
+        np.trace(k @ m) + (one @ k @ one) * (one @ m @ one) / ((n - 1) * (n - 2)) - 2 / (n - 2) * one @ k @ m @ one
+    )
+    return float(product / (n * (n - 3)))
+
+
+def cosines(vectors: np.ndarray) -> np.ndarray:
+    units = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return units @ units.T
+
+
+def test_likeness_is_cka_with_the_unbiased_hsic_of_the_cosines() -> None:
+    first, second = states(1)[0], states(1, dims=7, seed=1)[0]
+    a, b = cosines(first), cosines(second)
+    expected = unbiased_hsic(a, b) / np.sqrt(unbiased_hsic(a, a) * unbiased_hsic(b, b))
+    found = likeness(centred_cosines(first)[None], centred_cosines(second)[None])
+    assert found.shape == (1, 1)
+    assert found[0, 0] == pytest.approx(expected, abs=1e-12)
+
+
+def test_centred_cosines_sum_to_nothing_and_have_no_diagonal() -> None:
+    centred = centred_cosines(states(1)[0])
+    assert np.abs(centred.sum(0)).max() < 1e-12
+    assert np.abs(np.diag(centred)).max() == 0
+    assert np.allclose(centred, centred.T)
+
+
+def test_likeness_does_not_see_rotation_and_scale() -> None:
+    layer = states(1)[0]
+    rotation = np.linalg.qr(RANDOM.normal(size=(5, 5)))[0]
+    lengths = RANDOM.uniform(0.5, 2, size=(12, 1))
+    found = likeness(centred_cosines(layer)[None], centred_cosines(lengths * layer @ rotation)[None])
+    assert found[0, 0] == pytest.approx(1)
+
+
+def test_unrelated_states_are_unlike_however_few_the_texts() -> None:
+    """Where the plain form of CKA finds them alike: 20 texts in 400 dimensions."""
+    found = [
+        likeness(
+            centred_cosines(RANDOM.normal(size=(20, 400)))[None], centred_cosines(RANDOM.normal(size=(20, 400)))[None]
+        )
+        for _ in range(50)
+    ]
+    assert abs(np.mean(found)) < 0.03
+
+
+def test_the_common_direction_of_a_layer_does_not_make_it_like_another() -> None:
+    common = 20 * np.ones(30)
+    first, second = (RANDOM.normal(size=(200, 30)) + common for _ in range(2))
+    plain = np.vdot(cosines(first), cosines(second)) / np.linalg.norm(cosines(first)) / np.linalg.norm(cosines(second))
+    assert plain > 0.99
+    assert abs(likeness(centred_cosines(first)[None], centred_cosines(second)[None])[0, 0]) < 0.1
+
+
+def test_a_student_that_did_not_move_has_no_drift() -> None:
+    found = compare_layers(states(), states(), states(1)[0])
+    assert found["drift"] == [0, 0, 0]
+    assert found["kept"] == [1, 1, 1]
+    assert found["before"] == found["after"]
+    assert found["layers"] == ["embeddings", "1", "2"]
+    assert np.allclose(np.diag(found["before"]["between"]), 1)
+    assert found["before"]["to_teacher"][0] == 1
+
+
+def test_drift_is_one_less_the_cosine_of_the_same_text() -> None:
+    before = np.zeros((1, 4, 2))
+    before[0] = [[1, 0], [0, 2], [1, 1], [3, 1]]
+    after = before.copy()
+    after[0, 0], after[0, 1] = [0, 5], [0, -1]  # a right angle and a half turn
+    assert compare_layers(before, after, before[0])["drift"] == [(1 + 2 + 0 + 0) / 4]
+
+
+def test_a_layer_that_was_only_turned_drifts_and_keeps_its_order() -> None:
+    before = states(1)
+    turned = before @ np.linalg.qr(RANDOM.normal(size=(5, 5)))[0]
+    found = compare_layers(before, turned, states(1, seed=9)[0])
+    assert found["drift"][0] > 0.1
+    assert found["kept"] == [1]
+
+
+def test_gaps_are_the_layer_term_of_talas_unweighted() -> None:
+    layers = states(2)
+    expected = np.mean((cosines(layers[1]) - cosines(layers[0])) ** 2)
+    assert compare_layers(layers, layers, layers[0])["after"]["gaps"] == [pytest.approx(expected, abs=1e-6)]
+
+
+def test_a_layer_that_gives_every_text_the_same_state_is_named_and_is_like_none() -> None:
+    layers = states()
+    layers[0] = RANDOM.normal(size=5)
+    found = compare_layers(layers, layers, layers[2])
+    assert found["before"]["constant"] == ["embeddings"]
+    assert found["before"]["between"][0] == [0, 0, 0]
+    assert found["before"]["to_teacher"] == [0, found["before"]["between"][1][2], 1]
+
+
+def test_fewer_than_four_texts_are_refused() -> None:
+    with pytest.raises(EvaluationError, match="4 texts or more; there are 3"):
+        compare_layers(states(texts=3), states(texts=3), states(1, texts=3)[0])
+
+
+def test_pooled_layers_are_those_of_each_text_alone(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    student = Student.load(tiny_config(toy_cache, tiny_student, tmp_path).student)
+    texts = ["the cat sat on the mat and ran", "sea", "a river ran through the old town"]
+    together = pooled_layers(student, texts)
+    assert together.shape == (student.shape.layers + 1, 3, student.shape.dim)
+    assert not student.training
+    for place, text in enumerate(texts):
+        alone = pooled_layers(student, [text])
+        assert np.abs(together[:, place] - alone[:, 0]).max() < 1e-5
+    assert np.abs(together[-1] - student.encode(texts)).max() < 1e-5
+
+
+def test_of_a_run_the_student_before_and_after_training_is_compared_on_held_out_texts(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        toy_cache, tiny_student, tmp_path / "run", "corpus=sentences", "objective.name=leaf", "training.save_steps=12"
+    )
+    run(config)
+    torch.manual_seed(7)
+    with TrainedRun.open(tmp_path / "run") as trained:
+        result = Layers(texts=30)(trained)
+        rows = shown_rows(trained, 30)
+        assert set(rows) <= set(trained.held_out_rows())
+        texts = trained.cache.texts(rows)
+        before, after = trained.starting().student.encode(texts), trained.load().student.encode(texts)
+        teacher = trained.space.gather(rows)
+        again = Layers(texts=30)(trained)
+    assert result == again
+    assert result["texts"] == len(rows) == 30
+    expected = 1 - np.diag(cosines(np.concatenate([before, after]))[:30, 30:]).mean()
+    assert expected > 0.001
+    assert result["drift"][-1] == pytest.approx(expected, abs=1e-5)
+    gram, theirs = cosines(after), cosines(teacher)
+    to_teacher = unbiased_hsic(gram, theirs) / np.sqrt(unbiased_hsic(gram, gram) * unbiased_hsic(theirs, theirs))
+    assert result["after"]["to_teacher"][-1] == pytest.approx(to_teacher, abs=1e-4)
+    sentence = Layers.conclusion(result)
+    assert f"drift {max(result['drift']):.3f}" in sentence
+    assert "30 texts" in sentence
+
+
+def test_without_held_out_texts_those_of_the_corpus_are_compared(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "training.max_steps=1", "training.save_steps=1"))
+    with TrainedRun.open(tmp_path / "run") as trained:
+        result = Layers(texts=20)(trained)
+    assert result["texts"] == 20
+    assert not result["held_out"]
