@@ -46,7 +46,7 @@ FOLDER = click.Path(path_type=Path)
 @click.option("--teacher-query-prompt", help="The same for the teacher.")
 @click.option("--teacher-document-prompt", help="The same for the teacher.")
 @asking_options
-@click.option("--dtype", default="auto", show_default=True, help="fp32, bf16, or auto: bf16 where the machine has it.")
+@click.option("--dtype", default="fp32", show_default=True, help="fp32, bf16, or auto: bf16 where the machine has it.")
 @click.option("-o", "--output", type=FOLDER, help="Also write the JSON here.")
 @common_options
 def evaluate(
@@ -105,6 +105,8 @@ def _teacher_source(given: dict[str, Any], cache: Path | None, dtype: str) -> "T
     from teacher_cache.teachers.base import TeacherOptions
 
     model, space = given.pop("teacher"), given.pop("space")
+    if cache is not None:
+        dtype = "auto"  # that of the teacher's space in the cache, where it has one
     runs = {name: given[name] for name in ("device", "attn_implementation", "trust_remote_code")}
     return TeacherSource(
         cache=cache,

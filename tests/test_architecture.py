@@ -87,6 +87,7 @@ HEAVY = {
     "torch": (
         "teacher_cache.teachers.attention",
         "teacher_cache.teachers.batching",
+        "teacher_cache.teachers.linear",
         "teacher_cache.teachers.loading",
         "teacher_cache.teachers.pooling",
         "distill.objectives",
