@@ -1,6 +1,8 @@
 """What a configuration makes of its names: the objective, its projection, the sharpness, the held-out texts."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distill.config import RunConfig
-from distill.errors import ConfigError, NeedsNotMet
+from distill.errors import ConfigError, NeedsNotMet, RunFolderError
 from distill.objectives import load_objective
 from distill.objectives.base import Objective, StudentShape
 from distill.registry import construct
@@ -18,6 +20,7 @@ from distill.run_folder import read_record
 from distill.sharpness import SharpnessAware
 from distill.sharpness import build_sharpness as sharpness_of
 from distill.targets import Targets, several_spaces
+from teacher_cache.cache import TeacherCache
 from teacher_cache.joint import JointSpace
 from teacher_cache.storage.manifest import Manifest
 
@@ -77,7 +80,10 @@ def learned_projection(config: RunConfig, objective: Objective) -> Tensor | None
 def held_out_rows(
     config: RunConfig, manifest: Manifest, table_rows: int, without: npt.NDArray[np.int64] | None = None
 ) -> npt.NDArray[np.int64]:
-    """Rows kept out of training, ascending; the same for every run with the same seed and corpus.
+    """Rows kept out of training, ascending; the same for every run on this cache with the same seed and corpus.
+
+    They are drawn by their place in the table: a cache that was made anew may number the same texts in another order,
+    which is why a run keeps `held_out_digest`.
 
     Second texts of pairs are drawn too; a record that holds a held-out text anywhere is not trained on.
 
@@ -104,3 +110,27 @@ def settled(folder: Path, config: RunConfig) -> RunConfig:
     if config.corpus is None and corpus:
         config = replace(config, corpus=corpus["name"])
     return config
+
+
+def held_out_digest(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> str:
+    """Of the held-out texts themselves, whatever their rows are."""
+    keys = sorted(key.tobytes() for key in cache.texts_table.read_keys(rows))
+    return blake2b(b"".join(keys), digest_size=16).hexdigest()
+
+
+def require_held_out(folder: Path, record: Mapping[str, Any], digest: str) -> None:
+    """Refuse to go on with, or to look into, a run whose held-out texts would be others by now.
+
+    Args:
+        record: of the run; one that keeps no digest is believed.
+
+    Raises:
+        RunFolderError: they are, as the cache was made anew, or other rows of it are quarantined.
+    """
+    known = record.get("corpus", {}).get("held_out_digest")
+    if known not in (None, digest):
+        raise RunFolderError(
+            f"{folder} held other texts out ({known}) than its settings draw from this cache by now ({digest}): the cache "
+            "was built anew or has other rows quarantined, and what was held out would be mixed with what was trained on; "
+            "use the cache it was trained on"
+        )

@@ -28,7 +28,15 @@ from distill.errors import ConfigError, RunFolderError
 from distill.evaluation.agreement import agreement
 from distill.export import load_export
 from distill.export.card import model_card
-from distill.method import build_objective, build_sharpness, held_out_rows, learned_projection, settled
+from distill.method import (
+    build_objective,
+    build_sharpness,
+    held_out_digest,
+    held_out_rows,
+    learned_projection,
+    require_held_out,
+    settled,
+)
 from distill.objectives.base import Objective
 from distill.run_folder import CONFIG, FINAL, RECORD, read_record
 from distill.student import Student, student_shape
@@ -120,7 +128,8 @@ def run(
         export = load_export(config.export.format)
         skipped = targets.skipped_rows(objective)
         held_out = held_out_rows(config, manifest, cache.rows, without=skipped)
-        record = _describe(config, targets, manifest, student, objective, len(held_out)) | {"validation": files}
+        record = _describe(config, targets, manifest, student, objective) | {"validation": files}
+        record["corpus"] |= {"held_out": len(held_out), "held_out_digest": held_out_digest(cache, held_out)}
         done = _same_run(folder, record)
         if done is not None:
             return _result(folder, done, finished_before=True)
@@ -250,7 +259,6 @@ def _describe(
     manifest: Manifest,
     student: Student,
     objective: Objective,
-    held_out: int,
 ) -> dict[str, Any]:
     """What the run depends on, as `run.json` keeps it."""
     corpus = manifest.record
@@ -265,7 +273,6 @@ def _describe(
             "fingerprint": corpus.fingerprint,
             "records": corpus.records,
             "distinct": corpus.distinct,
-            "held_out": held_out,
         },
         "student": {
             "name": student.name,
@@ -342,6 +349,7 @@ def _same_run(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
         )
     if before.get("status") == "finished" and (folder / FINAL).is_dir():
         return before
+    require_held_out(folder, before, record["corpus"]["held_out_digest"])
     if record["precision"] != before.get("precision"):
         raise RunFolderError(
             f"{folder} was trained in {before.get('precision')}, this machine would go on in "

@@ -14,7 +14,7 @@ from safetensors.torch import load_model
 from distill.checkpoints import WEIGHTS, step_of, whole_checkpoints
 from distill.config import RunConfig, StudentConfig
 from distill.errors import RunFolderError
-from distill.method import build_objective, held_out_rows, settled
+from distill.method import build_objective, held_out_digest, held_out_rows, require_held_out, settled
 from distill.run_folder import CONFIG, FINAL, RECORD, is_finished, read_record
 from distill.student import Student, student_shape
 from distill.targets import Targets
@@ -25,7 +25,8 @@ from teacher_cache.cache import TeacherCache
 class TrainedRun:
     """A run that has checkpoints, its cache open for reading; close it, or use it in a `with`.
 
-    Nothing is written, no teacher is loaded, and torch's own random numbers stay where they are.
+    Nothing is written, and torch's own random numbers stay where they are. No teacher is loaded, but by `batches` where
+    the run had one online.
 
     Attributes:
         folder: of the run.
@@ -54,8 +55,12 @@ class TrainedRun:
                 )
 
     @classmethod
-    def open(cls, folder: Path) -> Self:
+    def open(cls, folder: Path, *, trust_remote_code: bool = False) -> Self:
         """The run of a folder and the cache that its record names.
+
+        Args:
+            trust_remote_code: run code that comes with the run's models. What its settings say does not count: a run
+                folder may be somebody else's.
 
         Raises:
             RunFolderError: no run is there, or its space or corpus is another by now.
@@ -69,7 +74,11 @@ class TrainedRun:
         # Settings name the cache as seen from where the run was started, the record by its whole path.
         cache = TeacherCache.open(record["cache"])
         try:
-            return cls(folder, replace(config, cache=record["cache"]), record, cache)
+            trusted = config.student.trust_remote_code and trust_remote_code
+            student = replace(config.student, trust_remote_code=trusted)
+            teacher = replace(config.teacher, trust_remote_code=config.teacher.trust_remote_code and trust_remote_code)
+            settings = replace(config, cache=record["cache"], student=student, teacher=teacher)
+            return cls(folder, settings, record, cache)
         except BaseException:
             cache.close()
             raise
@@ -106,7 +115,11 @@ class TrainedRun:
             RunFolderError: there is no checkpoint, or it does not fit the run.
         """
         chosen = checkpoint or self._exported()
-        model = self._distillation(Student.load(self._any_student()))
+        source = self._any_student()
+        student = Student.load(source)
+        if source is self.config.student:
+            self._require("tokenizer", student)
+        model = self._distillation(student)
         try:
             load_model(model, str(chosen / WEIGHTS))
         except (RuntimeError, OSError) as error:
@@ -122,12 +135,8 @@ class TrainedRun:
             StudentError: it is not there any more.
         """
         student = Student.load(self.config.student)
-        known = self.record["student"]["weights"]
-        if student.digests["weights"] != known:
-            raise RunFolderError(
-                f"{self.folder} began with the student of weights {known}, but {self.config.student.model} has "
-                f"{student.digests['weights']} by now"
-            )
+        self._require("weights", student)
+        self._require("tokenizer", student)
         return self._distillation(student).eval()
 
     def held_out_rows(self) -> npt.NDArray[np.int64]:
@@ -153,13 +162,31 @@ class TrainedRun:
                 yield collator(dataset.__getitems__(records))
 
     def _exported(self) -> Path:
-        step = (self.record.get("exported") or {}).get("step")
         found = self.checkpoints()
-        return next((path for path in found if step_of(path) == step), found[-1])
+        step = (self.record.get("exported") or {}).get("step", step_of(found[-1]))
+        exported = [path for path in found if step_of(path) == step]
+        if not exported:
+            raise RunFolderError(
+                f"{self.folder} exported the student of step {step}, whose checkpoint is not there any more; it has those "
+                f"of {', '.join(str(step_of(path)) for path in found)}"
+            )
+        return exported[0]
+
+    def _require(self, what: str, student: Student) -> None:
+        """Refuse a student with another digest than the run began with."""
+        known = self.record["student"][what]
+        if student.digests[what] != known:
+            raise RunFolderError(
+                f"{self.folder} began with the student of {what} {known}, but {student.name} has "
+                f"{student.digests[what]} by now"
+            )
 
     def _any_student(self) -> StudentConfig:
-        """A student of the run's shape and tokenizer: the model that it began with may lie elsewhere by now."""
-        if is_finished(self.folder):
+        """A student of the run's shape and tokenizer: the model that it began with may lie elsewhere by now.
+
+        The exported one serves, unless a projection was exported with it, which no student has.
+        """
+        if is_finished(self.folder) and not self.config.export.projection:
             return replace(self.config.student, model=str(self.folder / FINAL))
         return self.config.student
 
@@ -169,4 +196,6 @@ class TrainedRun:
             return Distillation(student, build_objective(self.config, student.shape, self.targets))
 
     def _held_out(self, skipped: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return held_out_rows(self.config, self.manifest, self.cache.rows, without=skipped)
+        rows = held_out_rows(self.config, self.manifest, self.cache.rows, without=skipped)
+        require_held_out(self.folder, self.record, held_out_digest(self.cache, rows))
+        return rows

@@ -201,7 +201,11 @@ class Retrieval(Task):
         }
 
     def ranking(self, vectors: Vectors) -> list[list[str]]:
-        """Ids of the first 100 documents for each query, best first."""
+        """Ids of the first 100 documents for each query, best first.
+
+        A document that is the query itself (one id, and the query's text in the document's) is passed over, as BEIR
+        does for collections whose queries are taken from the documents.
+        """
         of_queries, of_documents = self.roles
         queries = unit_rows(vectors(list(self.collection.queries.values()), of_queries))
         # The greater id first: what comes later loses a tie.
@@ -222,7 +226,14 @@ class Retrieval(Task):
             ]
             scores = np.concatenate([best for best, _ in merged])
             places = np.concatenate([place for _, place in merged])
-        return [[ids[place] for place in row] for row in places.tolist()]
+        ranked = zip(self.collection.queries.items(), places.tolist(), strict=True)
+        return [
+            [ids[n] for n in row if not self._is_itself(query, text, ids[n])][:DEPTH] for (query, text), row in ranked
+        ]
+
+    def _is_itself(self, query: str, text: str, document: str) -> bool:
+        """Whether a document is a query of the collection; a number that both happen to have is not enough."""
+        return query == document and text in self.collection.documents[document]
 
 
 def retrieval_tasks(folder: Path, modes: Sequence[str] = ("student",)) -> list[Task]:
@@ -261,8 +272,9 @@ def _best(scores: Rows, places: Rows, cosines: npt.NDArray[np.float64], start: i
     width = scores.shape[1]
     # No two keys are equal: what stands in front, and what is held does, wins a tie.
     keys = scores * width - np.arange(width)
-    if width > DEPTH:
-        kept = np.argpartition(keys, width - DEPTH, axis=1)[:, width - DEPTH :]
+    deep = DEPTH + 1  # one of them may be the query itself
+    if width > deep:
+        kept = np.argpartition(keys, width - deep, axis=1)[:, width - deep :]
         keys, scores, places = (np.take_along_axis(part, kept, axis=1) for part in (keys, scores, places))
     order = np.argsort(-keys, axis=1)
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(places, order, axis=1)

@@ -281,3 +281,20 @@ def test_queries_and_documents_of_different_widths_are_refused(tmp_path: Path) -
     assert task.roles == (QUERY, TEACHER_DOCUMENT)
     with pytest.raises(EvaluationError, match="queries have 4 numbers, documents 6"):
         task.score(vectors)
+
+
+def test_a_query_that_is_a_document_does_not_find_itself_and_an_id_alone_is_nothing(tmp_path: Path) -> None:
+    documents = [
+        {"_id": "1", "title": "On war", "text": "war is bad"},
+        {"_id": "2", "text": "war is old"},
+        {"_id": "3", "text": "the sea"},
+    ]
+    queries = [{"_id": "1", "text": "war is bad"}, {"_id": "3", "text": "water"}]
+    folder = write(tmp_path / "own", documents, queries, ["1\t2\t1", "3\t3\t1"])
+    near = {
+        "war is bad": {"On war war is bad": 0.9, "war is old": 0.3, "the sea": 0.1},
+        "water": {"On war war is bad": 0.1, "war is old": 0.2, "the sea": 0.8},
+    }
+    task = Retrieval("own", folder)
+    assert task.ranking(placed(near)) == [["2", "3"], ["3", "2", "1"]]
+    assert task.score(placed(near))["ndcg_at_10"] == 100

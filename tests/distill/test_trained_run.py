@@ -1,11 +1,13 @@
 """A run folder is looked into as it was trained, or not at all."""
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from distill.config import StudentConfig
@@ -13,6 +15,9 @@ from distill.errors import RunFolderError
 from distill.run import run
 from distill.student import Student
 from distill.trained_run import TrainedRun
+from teacher_cache.build import build
+from teacher_cache.corpus import Corpus
+from teacher_cache.teachers.base import TeacherOptions
 from tests.distill.tiny_runs import tiny_config
 
 
@@ -98,6 +103,15 @@ def test_a_run_whose_student_has_moved_is_looked_into_by_its_own_export(
         assert trained.load() is not None
 
 
+def test_a_run_that_exported_its_projection_is_looked_into(tmp_path: Path, tiny_student: Path, toy_cache: Path) -> None:
+    run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "export.projection=true", "training.max_steps=2"))
+    stored = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    with TrainedRun.open(tmp_path / "run") as trained:
+        loaded = weights(trained.load())
+        assert trained.starting() is not None
+    assert all(torch.equal(loaded[name], stored[name]) for name in stored)
+
+
 def test_a_run_whose_start_was_exchanged_is_refused(tmp_path: Path, tiny_student: Path, toy_cache: Path) -> None:
     began = tmp_path / "began"
     shutil.copytree(tiny_student, began)
@@ -115,3 +129,59 @@ def test_a_folder_without_a_run_and_a_run_without_checkpoints_are_told(finished:
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
     with TrainedRun.open(copy) as trained, pytest.raises(RunFolderError, match="no whole checkpoint"):
         trained.load()
+
+
+def test_another_tokenizer_in_the_place_of_the_student_s_is_refused(
+    tmp_path: Path, tiny_student: Path, toy_cache: Path
+) -> None:
+    began = tmp_path / "began"
+    shutil.copytree(tiny_student, began)
+    run(tiny_config(toy_cache, began, tmp_path / "run", "export.projection=true", "training.max_steps=1"))
+    tokenizer = began / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"lowercase": true', '"lowercase": false') + " ")
+    with TrainedRun.open(tmp_path / "run") as trained, pytest.raises(RunFolderError, match="the student of tokenizer"):
+        trained.load()
+
+
+def test_the_newest_checkpoint_does_not_stand_in_for_the_exported_one(finished: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("checkpoint-12"))
+    with TrainedRun.open(copy) as trained:
+        assert trained.load(copy / "checkpoint-8") is not None
+        with pytest.raises(
+            RunFolderError, match=r"step 12, whose checkpoint is not there any more; it has those of 4, 8"
+        ):
+            trained.load()
+
+
+def test_texts_that_were_held_out_stay_so_or_the_run_is_refused(
+    tmp_path: Path, tiny_student: Path, toy_cache: Path
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(toy_cache, cache)
+    config = tiny_config(cache, tiny_student, tmp_path / "run", "corpus=sentences", "training.max_steps=2")
+    run(config)
+    (tmp_path / "run" / "final").rename(tmp_path / "final")  # as if it had been killed before its end
+    texts = [json.loads(line)["text"] for line in (toy_cache.parent / "sentences.jsonl").read_text().splitlines()]
+    shutil.rmtree(cache)
+    # The same corpus in a table whose rows are numbered otherwise.
+    (tmp_path / "before.txt").write_text("".join(f"{text}\n" for text in reversed(texts)))
+    build(Corpus.open(tmp_path / "before.txt"), TeacherOptions(model="toy"), cache, name="before")
+    build(Corpus.open(toy_cache.parent / "sentences.jsonl"), TeacherOptions(model="toy"), cache, name="sentences")
+    with TrainedRun.open(tmp_path / "run") as trained, pytest.raises(RunFolderError, match="held other texts out"):
+        trained.held_out_rows()
+    with pytest.raises(RunFolderError, match="held other texts out"):
+        run(config)
+
+
+def test_a_run_folder_does_not_say_whose_code_is_trusted(finished: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    settings = copy / "config.yaml"
+    values = yaml.safe_load(settings.read_text())
+    values["student"]["trust_remote_code"] = True
+    settings.write_text(yaml.safe_dump(values))
+    with TrainedRun.open(copy) as trained:
+        assert not trained.config.student.trust_remote_code
+    with TrainedRun.open(copy, trust_remote_code=True) as trained:
+        assert trained.config.student.trust_remote_code
