@@ -130,7 +130,7 @@ def require_held_out(folder: Path, record: Mapping[str, Any], digest: str) -> No
     known = record.get("corpus", {}).get("held_out_digest")
     if known not in (None, digest):
         raise RunFolderError(
-            f"{folder} held other texts out ({known}) than its settings draw from this cache by now ({digest}): the cache "
-            "was built anew or has other rows quarantined, and what was held out would be mixed with what was trained on; "
-            "use the cache it was trained on"
+            f"{folder} held other texts out ({known}) than its settings draw from this cache by now ({digest}): the "
+            "cache was built anew, or has other rows quarantined, and what was held out would be mixed with what was "
+            "trained on; use the cache it was trained on"
         )

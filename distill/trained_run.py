@@ -167,8 +167,8 @@ class TrainedRun:
         exported = [path for path in found if step_of(path) == step]
         if not exported:
             raise RunFolderError(
-                f"{self.folder} exported the student of step {step}, whose checkpoint is not there any more; it has those "
-                f"of {', '.join(str(step_of(path)) for path in found)}"
+                f"{self.folder} exported the student of step {step}, whose checkpoint is not there any more; it has "
+                f"those of {', '.join(str(step_of(path)) for path in found)}"
             )
         return exported[0]
 
