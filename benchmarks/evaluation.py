@@ -1,6 +1,6 @@
 """What `distill eval` takes for the nine tasks, beside sentence-transformers' own encoding of the same texts.
 
-    python benchmarks/evaluation.py --model FOLDER --data DIR [--dtype D] [--texts N] [--rounds R] [--quick]
+    python benchmarks/evaluation.py --model FOLDER --data DIR [--dtype D] [--texts N] [--rounds R] [--whole] [--quick]
         [--json FILE]
 
 Every round runs each contender in a process of its own, one after another:
@@ -61,7 +61,10 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         data = asked.data if asked.texts is None else sampled(nine_tasks(asked.data, names), asked.texts, folder)
-        rounds = [run_round(number, [*chosen, "--data", str(data)], folder) for number in range(asked.rounds)]
+        contenders = [PEER, WHOLE] if asked.whole else list(CONTENDERS)
+        rounds = [
+            run_round(contenders, number, [*chosen, "--data", str(data)], folder) for number in range(asked.rounds)
+        ]
         texts = len(distinct_texts(nine_tasks(data, names)))
     found = {
         "model": asked.model.name,
@@ -76,9 +79,8 @@ def main(arguments: list[str] | None = None) -> None:
     show(found)
 
 
-def run_round(number: int, chosen: list[str], folder: Path) -> dict[str, Any]:
+def run_round(names: list[str], number: int, chosen: list[str], folder: Path) -> dict[str, Any]:
     """What every contender answers, the first one of a round being another each time."""
-    names = list(CONTENDERS)
     start = number % len(names)
     order = [*names[start:], *names[:start]]
     return {name: in_a_process(name, chosen, folder / "answer.json") for name in order}
@@ -198,13 +200,13 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         pairs = [(one[PEER]["tasks"][task]["score"], one[WHOLE]["tasks"][task]["score"]) for one in rounds]
         theirs, ours = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
         tasks[task] = {"metric": score["metric"], PEER: theirs, WHOLE: ours, "difference": ours - theirs}
-    return {"contenders": contenders, "tasks": tasks, "auto": rounds[0]["encode_auto"]["dtype"]}
+    return {"contenders": contenders, "tasks": tasks, "auto": rounds[0].get("encode_auto", {}).get("dtype")}
 
 
 def show(found: dict[str, Any]) -> None:
     print(
         f"{found['model']}, {found['texts']:,} distinct texts, {len(found['rounds'])} rounds; distill eval in "
-        f"{found['dtype']}; auto is {found['auto']}"
+        f"{found['dtype']}" + (f"; auto is {found['auto']}" if found["auto"] else "")
     )
     print(f"{'':22} {'seconds':>9} {'ratio':>6} {'processor s':>12} {'ratio':>6} {'peak MiB':>9}")
     for name, figures in found["contenders"].items():
@@ -232,9 +234,10 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a sentence-transformers folder")
     parser.add_argument("--data", type=Path, required=True, help="folder of the nine tasks' files")
     parser.add_argument("--tasks", help="comma list; all nine by default")
-    parser.add_argument("--dtype", default="auto", help="of distill eval: auto, fp32 or bf16")
+    parser.add_argument("--dtype", default="fp32", help="of distill eval: auto, fp32 or bf16")
     parser.add_argument("--texts", type=int, help="about so many distinct texts, a share of every file's rows")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--whole", action="store_true", help="only sentence-transformers and the whole distill eval")
     parser.add_argument("--quick", action="store_true", help=f"one round of about {QUICK_TEXTS} texts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--contender", choices=list(CONTENDERS), help=argparse.SUPPRESS)

@@ -80,6 +80,8 @@ class StepClock(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ended = time.perf_counter()  # the next step's data did not wait for it
 
+    on_save = on_evaluate
+
     def cost(self) -> dict[str, Any] | None:
         """Medians and ninth deciles in seconds, and the peak of memory; None before a step was done.
 
