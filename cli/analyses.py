@@ -10,29 +10,35 @@ from cli.common import check_output, common_options, emit, say
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
-@click.option("--analyses", help="Comma list; by default all that can be done with what is given.")
+@click.option("--analyses", help="Comma list; by default all that the runs and what is given allow.")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the tasks' files.")
 @click.option("--retrieval", type=click.Path(path_type=Path), help="Folder of a collection in BEIR layout.")
 @click.option("--teacher", metavar="MODEL", help="The runs' teacher, for texts that their cache lacks.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the runs' models.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="An option, such as curvature.texts=64.")
 @common_options
 def analyze(runs: tuple[Path, ...], analyses: str | None, sets: tuple[str, ...], **given: Any) -> None:
     """Look into trained runs; each answer is kept in the run folder, where `distill report` finds it.
 
-    RUN is a run folder, or a folder of run folders.
+    RUN is a run folder, or a folder of run folders. What was made is printed, also if another analysis or run fails.
     """
     from distill.analyses.base import analyze as look_into
     from distill.comparison import run_folders
     from distill.config import read_overrides
 
-    names = analyses.split(",") if analyses else None
-    options = read_overrides(sets, {})
-    records = {str(run): look_into(run, names, options=options, announce=say, **given) for run in run_folders(runs)}
+    names, options = analyses.split(",") if analyses else None, read_overrides(sets, {})
+    records: dict[str, dict[str, Any]] = {}
 
     def lines() -> list[str]:
         return [f"{run}: {name}: {one['conclusion']}" for run, found in records.items() for name, one in found.items()]
 
-    emit(records, lines, f"distill report {' '.join(map(str, runs))}")
+    try:
+        for run in run_folders(runs):
+            made = records.setdefault(str(run), {})
+            look_into(run, names, options=options, announce=say, made=made.__setitem__, **given)
+    finally:  # what was made is kept, and told, whatever comes of the next
+        if any(records.values()):
+            emit(records, lines, f"distill report {' '.join(map(str, runs))}")
 
 
 @click.command()
@@ -57,9 +63,10 @@ def report(runs: tuple[str, ...], output: Path, tasks: str | None, **asked: Any)
     RUN is a run folder, a folder of run folders, or any other model. SCORES is a file of `distill eval -o`.
     """
     from distill.report.data import report_data
-    from distill.report.html import write_report
+    from distill.report.html import check_page, write_report
 
     check_output(output)
+    check_page(output)
     data = report_data(runs, tasks=tasks.split(",") if tasks else None, announce=say, **asked)
     page, beside, *pictures = write_report(data, output)
     plots = [f"plots: {len(pictures)} PNG files in {pictures[0].parent}"] if pictures else []

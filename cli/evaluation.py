@@ -27,8 +27,7 @@ FOLDER = click.Path(path_type=Path)
     "--mode",
     "modes",
     multiple=True,
-    default=("student",),
-    show_default=True,
+    show_default="student",
     help="Who encodes queries and documents: student, teacher, or asymmetric, where documents are the teacher's. "
     "Repeatable.",
 )
@@ -71,17 +70,22 @@ def evaluate(
     On the nine tasks (--data), your own (--tasks-file), MTEB's (--mteb), retrieval (--retrieval) by itself, against
     its teacher, or with its teacher's documents, and beside its teacher on texts without labels (--texts).
     """
-    from distill.evaluation.evaluator import evaluate_model
+    from distill.evaluation.evaluator import evaluate_model, nine_tasks
+    from distill.evaluation.scores import depends_on, finite, settled
     from distill.report.tables import task_table
     from teacher_cache.teachers.base import TeacherOptions
 
     check_output(output)
+    _check_modes(modes, retrieval)
     teacher = _teacher_source(given, cache, dtype)
+    options = settled(TeacherOptions(model=model, dtype=dtype, **given))
+    names = tasks.split(",") if tasks else None
+    further = _further_tasks(retrieval, modes, tasks_file, texts, text_key)
     report = evaluate_model(
-        TeacherOptions(model=model, dtype=dtype, **given),
+        options,
         data,
-        names=tasks.split(",") if tasks else None,
-        tasks=_further_tasks(retrieval, modes, tasks_file, texts, text_key),
+        names=names,
+        tasks=further,
         cache=cache,
         query_prompt=query_prompt,
         document_prompt=document_prompt,
@@ -89,14 +93,25 @@ def evaluate(
         mteb=mteb,
         announce=say,
     )
-    record = report.to_json()
+    scored = [*([] if data is None else nine_tasks(data, names)), *further]
+    record: dict[str, Any] = finite(report.to_json()) | depends_on(options, scored)
     if not meta("json"):
         from rich.console import Console
 
         Console().print(task_table({model: report}))
     emit(record, lambda: _lines(report))
     if output is not None:
-        output.write_text(json.dumps(record, indent=2), encoding="utf-8")
+        output.write_text(json.dumps(record, indent=2, allow_nan=False), encoding="utf-8")
+
+
+def _check_modes(modes: tuple[str, ...], retrieval: tuple[Path, ...]) -> None:
+    """Refuse modes that are none, and those of a retrieval that is not asked for."""
+    from distill.evaluation.base import refuse_unknown
+    from distill.evaluation.retrieval import MODES
+
+    refuse_unknown(modes, MODES, "no mode of retrieval is called")
+    if modes and not retrieval:
+        raise click.BadParameter("it is a mode of retrieval: say with --retrieval on which", param_hint="--mode")
 
 
 def _teacher_source(given: dict[str, Any], cache: Path | None, dtype: str) -> "TeacherSource":
@@ -123,7 +138,7 @@ def _further_tasks(
     """The tasks besides the nine."""
     from distill.evaluation.retrieval import retrieval_tasks
 
-    tasks = [task for folder in retrieval for task in retrieval_tasks(folder, modes)]
+    tasks = [task for folder in retrieval for task in retrieval_tasks(folder, modes or ("student",))]
     if tasks_file is not None:
         from distill.evaluation.task_file import read_task_file
 

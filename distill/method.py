@@ -69,6 +69,11 @@ def learned_projection(config: RunConfig, objective: Objective) -> Tensor | None
     if not config.export.projection:
         return None
     projection = objective.projection()
+    if projection is None and objective.in_teacher_space:
+        raise ConfigError(
+            f"export.projection is on, but with these options objective {config.objective.name} trains the student's "
+            "own vectors in the teacher's space; leave export.projection off"
+        )
     if projection is None:
         raise ConfigError(
             f"export.projection is on, but objective {config.objective.name} learned no projection into the "

@@ -23,16 +23,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from distill.analyses.base import Analysis
-from distill.errors import EvaluationError
+from distill.analyses.base import Analysis, names_of, one_of
+from distill.errors import ConfigError, EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, Input, PairTask, Task, unit_rows
 from distill.evaluation.evaluator import NINE, encode_all, nine_tasks
 from distill.evaluation.retrieval import Retrieval, retrieval_tasks
-from distill.evaluation.roles import AS_MODEL, TeacherSource, teacher_encoders
 from distill.evaluation.task_file import read_task_file
 from distill.trained_run import TrainedRun
-from teacher_cache.joint import JointSpace
-from teacher_cache.teachers.base import TeacherOptions
 
 PRECISIONS = ("float32", "int8", "binary")
 SMALLEST = 32
@@ -53,27 +50,40 @@ class Compression(Analysis):
 
         Args:
             tasks: of the nine, those over pairs; None is all six of them. `data` may also be a YAML file of tasks.
-            split: "test" or "validation".
+            split: "test" or "validation", of those tasks.
+
+        Raises:
+            ConfigError: neither of them, no list of names, or a choice among tasks that are not given.
         """
         super().__init__(**options)
-        self.tasks = tasks
-        self.split = split
+        self.tasks = names_of("compression.tasks", tasks)
+        self.split: str = one_of("compression.split", split, ("test", "validation"))
+        of_nine = self.data is not None and not self.data.is_file()
+        if self.tasks and not of_nine:
+            raise ConfigError("compression.tasks chooses among the nine tasks; name the folder of their files (--data)")
+        if self.split != "test" and (not of_nine or self.retrieval is not None):
+            raise ConfigError(
+                "compression.split chooses among files of the nine tasks in the folder of --data; a collection "
+                "(--retrieval) and a file of tasks have no such choice: leave out one or the other"
+            )
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
         """`tasks`: of each its `curves` by side and precision, and `own`, as `scores_by_size` gives them.
 
         Every text is encoded once by either model; what the cache lacks of the teacher is asked of it and kept.
+        `teacher_prompt` is what the teacher got in front of each, queries too.
 
         Raises:
-            EvaluationError: files are missing or malformed, a task is not over pairs, the run has several teachers, or
-                a model gives NaN or infinity.
+            EvaluationError: files are missing or malformed, a task is not over pairs, or a model gives NaN or infinity.
+            NeedsNotMet: the run has several teachers.
             MissingRows: the cache lacks texts, and no teacher was named.
         """
         compared = [_compared(task) for task in self._tasks()]
         inputs = [each for task in compared for side in (task.queries, task.documents) for each in side]
         model = run.load()
         # The teacher first: what it lacks is said before the student has been waited for.
-        teacher = _encoded(self._teacher(run, {role for _, role in inputs}), inputs)
+        asked = self.teacher_encoder(run)
+        teacher = _encoded(dict.fromkeys((TEXT, QUERY, DOCUMENT), asked), inputs)
         own = _encoded(dict.fromkeys((TEXT, QUERY, DOCUMENT), model.student), inputs)
         projection = model.objective.projection()
         weight = None if projection is None else projection.detach().float().numpy()
@@ -91,15 +101,21 @@ class Compression(Analysis):
             result.append({"task": task.name, "metric": task.metric, "curves": curves})
             if weight is not None:
                 result[-1]["own"] = scores_by_size(mine[0], mine[1], task.score)
-        return {"tasks": result, "projected": weight is not None}
+        return {"tasks": result, "projected": weight is not None, "teacher_prompt": asked.space.prompt}
 
     @staticmethod
     def conclusion(result: Mapping[str, Any]) -> str:
-        tasks = [task["curves"] for task in result["tasks"]]
-        said = "; ".join(f"{side} {_kept([curves[side] for curves in tasks])}" for side in tasks[0])
-        return (
-            f"Of its own score with all dimensions in float32, mean over {len(tasks)} tasks, each side keeps: {said}."
-        )
+        tasks = result["tasks"]
+        said, left_out = [], []
+        for side in tasks[0]["curves"]:
+            by_task = {task["task"]: task["curves"][side] for task in tasks}
+            shareless = [name for name, curve in by_task.items() if curve["float32"][-1]["relative"] is None]
+            kept = [curve for name, curve in by_task.items() if name not in shareless]
+            said += [f"{side} {_kept(kept)}"] if kept else []
+            left_out += [f"{side} on {name}" for name in shareless]
+        text = f"Of its own score with all dimensions in float32, mean over {len(tasks)} tasks, each side keeps: "
+        text += f"{'; '.join(said) or 'nothing that can be said'}."
+        return text + (f" Left out, with a full score of 0 or below: {', '.join(left_out)}." if left_out else "")
 
     def _tasks(self) -> list[Task]:
         tasks: list[Task] = []
@@ -111,17 +127,6 @@ class Compression(Analysis):
         if self.retrieval is not None:
             tasks += retrieval_tasks(self.retrieval)
         return tasks
-
-    def _teacher(self, run: TrainedRun, roles: set[str]) -> Mapping[str, Encoder]:
-        """The run's teacher in the roles of a model, asked as its space was; queries with its query prompt."""
-        if isinstance(run.space, JointSpace):
-            raise EvaluationError(
-                f"{run.folder} has several teachers, {run.space.slug}; compression compares a student with one"
-            )
-        model = None if self.teacher is None else TeacherOptions(model=self.teacher)
-        source = TeacherSource(cache=run.cache.path, model=model).of_run(run.record)
-        wanted = [role for role, of_model in AS_MODEL.items() if of_model in roles]
-        return {AS_MODEL[role]: encoder for role, encoder in teacher_encoders(source, wanted, self.announce).items()}
 
 
 @dataclass(frozen=True)
@@ -250,7 +255,7 @@ def restore(codes: npt.NDArray[Any], precision: str, ranges: Floats) -> Floats:
 def scores_by_size(queries: npt.NDArray[Any], documents: npt.NDArray[Any], score: Score) -> dict[str, list[Any]]:
     """By precision, for each prefix: `dims`, `bytes` of a vector, `score`, `relative` to all dimensions in float32.
 
-    int8 also has `codes`, the score of its codes as they are. `relative` is 0 where the full score is 0 or below.
+    int8 also has `codes`, the score of its codes as they are. `relative` is None where the full score is 0 or below.
 
     Args:
         queries: `(n, d)` vectors, as they come.
@@ -270,6 +275,6 @@ def scores_by_size(queries: npt.NDArray[Any], documents: npt.NDArray[Any], score
             curves[precision].append(point)
     full = curves["float32"][-1]["score"]
     for point in (point for points in curves.values() for point in points):
-        point["relative"] = round(point["score"] / full, 6) if full > 0 else 0.0
+        point["relative"] = round(point["score"] / full, 6) if full > 0 else None
         point |= {name: round(point[name], 4) for name in ("score", "codes") if name in point}
     return curves

@@ -20,7 +20,6 @@ parameters: orders can be compared with them, sizes cannot.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -32,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from distill.analyses.base import Analysis
+from distill.analyses.base import LARGEST_SEED, Analysis, number, one_of, whole_number
 from distill.checkpoints import STATE, step_of
-from distill.errors import ConfigError, EvaluationError, NonFiniteLoss
+from distill.errors import EvaluationError, NonFiniteLoss
 from distill.sharpness.ascent import SharpnessAware
 from distill.sharpness.hessian import DoubleBackward, GradientDifferences, Hessian, lanczos, power_iteration
 from distill.trained_run import TrainedRun
@@ -84,24 +83,15 @@ class Curvature(Analysis):
             ConfigError: an option out of its range.
         """
         super().__init__(**options)
-        wanted = {
-            "checkpoints": (checkpoints, 1),
-            "texts": (texts, 2),
-            "batch": (batch, 2),
-            "iterations": (iterations, 1),
-        }
-        for option, (value, least) in wanted.items():
-            if not (value is None and option == "checkpoints") and (
-                not isinstance(value, int) or isinstance(value, bool) or value < least
-            ):
-                raise ConfigError(f"curvature {option}: expected a whole number from {least} on, found {value!r}")
-        for option, radius in {"rho": rho, "adaptive_rho": adaptive_rho}.items():
-            if not (isinstance(radius, int | float) and 0 < radius < math.inf):
-                raise ConfigError(f"curvature {option}: expected a number above 0, found {radius!r}")
-        self.checkpoints, self.texts, self.batch = checkpoints, texts, batch
-        self.rho, self.adaptive_rho = rho, adaptive_rho
-        self.heads, self.differences = heads, differences
-        self.iterations, self.seed = iterations, seed
+        self.checkpoints = None if checkpoints is None else whole_number("curvature.checkpoints", checkpoints, 1)
+        self.texts = whole_number("curvature.texts", texts, 2)
+        self.batch = whole_number("curvature.batch", batch, 2)
+        self.rho = number("curvature.rho", rho, above=0)
+        self.adaptive_rho = number("curvature.adaptive_rho", adaptive_rho, above=0)
+        self.heads: bool = one_of("curvature.heads", heads, (True, False))
+        self.differences: bool = one_of("curvature.differences", differences, (True, False))
+        self.iterations = whole_number("curvature.iterations", iterations, 1)
+        self.seed = whole_number("curvature.seed", seed, 0, LARGEST_SEED)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
         """`loss` (what it is), `texts`, `batch`, and `points` with the figures of a checkpoint each.

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distill.analyses.base import Analysis
+from distill.analyses.base import Analysis, whole_number
 from distill.errors import EvaluationError
 from distill.evaluation.base import unit_rows
 from distill.student import Student
@@ -37,7 +37,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 class Layers(Analysis):
-    """Compares a run's student before and after training, layer by layer, on texts it did not train on."""
+    """Compares a run's student before and after training, layer by layer, on texts that `shown_rows` gives."""
 
     name: ClassVar[str] = "layers"
 
@@ -45,10 +45,13 @@ class Layers(Analysis):
         """Choose the texts.
 
         Args:
-            texts: at most so many; memory grows as its square, times the layers.
+            texts: at most so many, from 4 on; memory grows as its square, times the layers.
+
+        Raises:
+            ConfigError: fewer, or no whole number.
         """
         super().__init__(**options)
-        self.texts = texts
+        self.texts = whole_number("layers.texts", texts, FEWEST_TEXTS)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
         """The figures above, as lists from the embedding layer to the last.
@@ -57,11 +60,11 @@ class Layers(Analysis):
             EvaluationError: fewer than 4 texts.
             RunFolderError, StudentError: no checkpoint, or no model to compare it with.
         """
-        rows = shown_rows(run, self.texts)
+        rows, held_out = shown_rows(run, self.texts)
         texts = run.cache.texts(rows)
         before = pooled_layers(run.starting().student, texts)
         after = pooled_layers(run.load().student, texts)
-        return compare_layers(before, after, run.space.gather(rows)) | {"held_out": bool(len(run.held_out_rows()))}
+        return compare_layers(before, after, run.space.gather(rows)) | {"held_out": held_out}
 
     @staticmethod
     def conclusion(result: Mapping[str, Any]) -> str:
@@ -71,17 +74,22 @@ class Layers(Analysis):
         return (
             f"Training moved layer {names[moved]} most (drift {drift[moved]:.3f}, likeness to what it was "
             f"{result['kept'][moved]:.2f}) and took the last layer's likeness to the teacher from {before:.2f} to "
-            f"{after:.2f} (CKA over {result['texts']} texts)."
+            f"{after:.2f} (CKA over {result['texts']} {'held-out' if result['held_out'] else 'training'} texts)."
         )
 
 
-def shown_rows(run: TrainedRun, count: int) -> npt.NDArray[np.int64]:
-    """At most `count` rows of texts that the run did not train on; of its corpus, where it held none out."""
+def shown_rows(run: TrainedRun, count: int) -> tuple[npt.NDArray[np.int64], bool]:
+    """At most `count` rows of texts that the run did not train on; of its corpus, where it held none out.
+
+    Returns:
+        The rows, and whether they were held out.
+    """
     refused = np.array(sorted(run.space.quarantined()), dtype=np.int64)
     rows = np.setdiff1d(run.held_out_rows(), refused)
-    if not len(rows):
+    held_out = bool(len(rows))
+    if not held_out:
         rows = np.setdiff1d(run.manifest.distinct_rows(run.cache.rows), refused)
-    return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64))]
+    return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64))], held_out
 
 
 @torch.no_grad()

@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from distill.analyses.base import Analysis
+from distill.analyses.base import LARGEST_SEED, Analysis, one_of, whole_number
 from distill.analyses.layers import shown_rows
-from distill.errors import ConfigError, EvaluationError
+from distill.errors import EvaluationError
 from distill.evaluation.base import unit_rows
 from distill.trained_run import TrainedRun
 from teacher_cache.errors import MissingDependency
@@ -39,7 +39,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 class Map(Analysis):
-    """Draws a run's held-out texts twice, where the teacher and where the trained student put them."""
+    """Draws texts that `shown_rows` gives twice: where the teacher and where the trained student put them."""
 
     name: ClassVar[str] = "map"
 
@@ -50,23 +50,21 @@ class Map(Analysis):
 
         Args:
             method: "tsne" or "pca".
-            texts: at most so many are drawn.
+            texts: at most so many are drawn, from 4 on.
             fitted_on: at most so many other texts that a rotation is fitted to, where one is needed.
             seed: of t-SNE.
 
         Raises:
-            ConfigError: another method.
+            ConfigError: another method, or a number out of its range.
         """
         super().__init__(**options)
-        if method not in METHODS:
-            raise ConfigError(f"analysis map has no method {method!r}; it has: {', '.join(METHODS)}")
-        self.method = method
-        self.texts = texts
-        self.fitted_on = fitted_on
-        self.seed = seed
+        self.method: str = one_of("map.method", method, METHODS)
+        self.texts = whole_number("map.texts", texts, FEWEST_TEXTS)
+        self.fitted_on = whole_number("map.fitted_on", fitted_on, 1)
+        self.seed = whole_number("map.seed", seed, 0, LARGEST_SEED)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
-        """`points` (x, y, of, text), `texts`, and the distances.
+        """`points` (x, y, of, text), `texts`, whether they were `held_out` of training, and the distances.
 
         Raises:
             EvaluationError: fewer than 4 texts.
@@ -74,7 +72,7 @@ class Map(Analysis):
         """
         model = run.load()
         projection = model.objective.projection()
-        rows = shown_rows(run, self.texts)
+        rows, held_out = shown_rows(run, self.texts)
         texts = run.cache.texts(rows)
         student = unit_rows(model.student.encode(texts, projection=projection))
         teacher = unit_rows(run.space.gather(rows))
@@ -96,6 +94,7 @@ class Map(Analysis):
             "method": self.method,
             "brought_by": brought,
             "fitted_on": fitted,
+            "held_out": held_out,
             **distances(student, teacher),
             "points": [
                 {"x": x, "y": y, "of": "teacher" if place < len(rows) else "student", "text": place % len(rows)}
@@ -109,8 +108,8 @@ class Map(Analysis):
         return (
             f"The student puts a text {result['same']:.2f} away from where the teacher puts it, and "
             f"{result['random']:.2f} away from where the teacher puts another (unit vectors; brought together by "
-            f"{result['brought_by']}); of {len(result['texts'])} texts {100 * result['nearest']:.0f} % are nearest to "
-            "their own teacher vector."
+            f"{result['brought_by']}); of {len(result['texts'])} {'held-out' if result['held_out'] else 'training'} "
+            f"texts {100 * result['nearest']:.0f} % are nearest to their own teacher vector."
         )
 
     def _others(self, run: TrainedRun, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

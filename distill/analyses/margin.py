@@ -21,19 +21,16 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from distill.analyses.base import Analysis
+from distill.analyses.base import Analysis, number
 from distill.arguments import LINEAR_CYCLES
 from distill.checkpoints import STATE, step_of
-from distill.errors import ConfigError, EvaluationError, NeedsNotMet
+from distill.errors import EvaluationError, NeedsNotMet
 from distill.evaluation.base import QUERY, TEACHER_DOCUMENT, TEXT, Encoder, Report, Task, unit_rows
-from distill.evaluation.encoders import CachedEncoder
 from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
 from distill.evaluation.retrieval import retrieval_tasks
 from distill.trained_run import TrainedRun
 from distill.trainer import Distillation, ProjectedStudent
 from teacher_cache.errors import MissingDependency
-from teacher_cache.joint import JointSpace
-from teacher_cache.teachers import TeacherOptions
 
 # A line through fewer checkpoints says nothing.
 FEWEST_POINTS = 3
@@ -52,18 +49,16 @@ class Margin(Analysis):
             skipped_epochs: epochs at the beginning of each cycle whose checkpoints are left out.
 
         Raises:
-            ConfigError: below 0.
+            ConfigError: below 0, or no number.
         """
         super().__init__(**options)
-        if not skipped_epochs >= 0:
-            raise ConfigError(f"analysis margin: skipped_epochs is {skipped_epochs}; expected 0 or more")
-        self.skipped_epochs = skipped_epochs
+        self.skipped_epochs = number("margin.skipped_epochs", skipped_epochs, least=0)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
         """`points`, `fit`, `teacher_score`, `margin` and, where there is no margin, the `reason`.
 
         Raises:
-            NeedsNotMet: the student is not in the teacher's space.
+            NeedsNotMet: the student is not in the teacher's space, or has several teachers.
             EvaluationError: the run held no texts out, or a task's file is missing.
         """
         rows = np.setdiff1d(run.held_out_rows(), np.array(sorted(run.space.quarantined()), dtype=np.int64))
@@ -96,6 +91,7 @@ class Margin(Analysis):
             "metric": scores.metric,
             "task": scores.task,
             "texts": len(rows),
+            "teacher_prompt": scores.teacher_prompt,
             "skipped_epochs": self.skipped_epochs,
             **margin_of(points, teacher_score),
             **{f"student_{key}": stand[key] for key in ("step", "error", "score")},
@@ -189,11 +185,9 @@ class _Scores:
     """The task of a margin: its name and metric, the teacher's score, and a student's beside the teacher."""
 
     def __init__(self, asked: Margin, run: TrainedRun) -> None:
-        if isinstance(run.space, JointSpace):
-            raise NeedsNotMet(f"{run.folder} was trained on several spaces; a margin is to one teacher's score")
-        options = None if asked.teacher is None else TeacherOptions(model=asked.teacher)
         # Asked as for training, queries too: with no error left the student's queries are these very vectors.
-        self._teacher = CachedEncoder(run.cache.path, run.space.space.slug, options, asked.announce)
+        self._teacher = asked.teacher_encoder(run)
+        self.teacher_prompt = self._teacher.space.prompt
         if asked.retrieval is not None:
             self._student_tasks, self._teacher_tasks = (
                 [task] for task in retrieval_tasks(asked.retrieval, ["asymmetric", "teacher"])

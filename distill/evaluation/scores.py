@@ -1,13 +1,16 @@
 """Scores that stay in the run folder, so that no student is evaluated twice in the same way."""
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
 from distill.errors import ConfigError
+from distill.evaluation.base import Task
 from distill.evaluation.evaluator import evaluate_model, nine_tasks
 from distill.run_folder import FINAL, SCORES, read_record
 from teacher_cache.storage.files import replacing
@@ -33,6 +36,39 @@ def settled_dtype(dtype: str) -> str:
     return DTYPES[dtype]
 
 
+def settled(options: TeacherOptions) -> TeacherOptions:
+    """The same in one precision in place of "auto", as `settled_dtype` says; a model without files has its own."""
+    if resolve(options).space.dtype != "auto":
+        return options
+    return replace(options, dtype=settled_dtype("auto"))
+
+
+def depends_on(options: TeacherOptions, tasks: Sequence[Task] = ()) -> dict[str, Any]:
+    """What scores depend on: `dtype`, the `weights`' digest, and digests of the tasks' `files` by name.
+
+    Args:
+        options: as the model is evaluated, its precision settled.
+    """
+    paths = sorted({path for task in tasks for path in task.files() if path.is_file()})
+    names = Counter(path.name for path in paths)
+    space = resolve(options).space
+    return {
+        "dtype": space.dtype,
+        "weights": space.weights,
+        # Two collections' files are called the same.
+        "files": {path.name if names[path.name] == 1 else str(path): _digest(path) for path in paths},
+    }
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with null in place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def kept_scores(
     folder: Path, data: Path, names: Sequence[str] | None = None, dtype: str = "auto"
 ) -> dict[str, Any] | None:
@@ -40,7 +76,8 @@ def kept_scores(
     record = read_record(folder, SCORES)
     if record is None:
         return None
-    asked = _asked(TeacherOptions(model=str(folder / FINAL)), data, names, dtype)
+    options = TeacherOptions(model=str(folder / FINAL), dtype=settled_dtype(dtype))
+    asked = depends_on(options, nine_tasks(data, names))
     files = asked.pop("files")
     same = all(record.get(key) == value for key, value in asked.items())
     return record if same and files.items() <= record.get("files", {}).items() else None
@@ -66,7 +103,8 @@ def evaluate_run(
     if record is None:
         record = score(TeacherOptions(model=str(folder / FINAL)), data, names, dtype, announce)
         with replacing(folder / SCORES) as file:
-            file.write(json.dumps(record | {"model": str(folder)}, indent=2, ensure_ascii=False).encode())
+            record |= {"model": str(folder)}
+            file.write(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False).encode())
     return record
 
 
@@ -88,18 +126,10 @@ def score(
         said.append(line)
         announce(line)
 
-    report = evaluate_model(replace(options, dtype=settled_dtype(dtype)), data, names=names, announce=hear)
-    return report.to_json() | {"asked": said[-1]} | _asked(options, data, names, dtype)
-
-
-def _asked(options: TeacherOptions, data: Path, names: Sequence[str] | None, dtype: str) -> dict[str, Any]:
-    """What the scores depend on: the model, the precision, and the files of the tasks by name."""
-    files = {path.name: path for task in nine_tasks(data, names) for path in task.files()}
-    return {
-        "dtype": settled_dtype(dtype),
-        "weights": resolve(options).space.weights,
-        "files": {name: _digest(path) for name, path in sorted(files.items())},
-    }
+    options = replace(options, dtype=settled_dtype(dtype))
+    report = evaluate_model(options, data, names=names, announce=hear)
+    record: dict[str, Any] = finite(report.to_json())
+    return record | {"asked": said[-1]} | depends_on(options, nine_tasks(data, names))
 
 
 def _digest(path: Path) -> str:

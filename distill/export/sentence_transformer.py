@@ -105,3 +105,5 @@ def _write(student: Student, projection: torch.Tensor | None, normalize: bool, f
         record = json.loads(path.read_text(encoding="utf-8")) | {"model_args": options}
         path.write_text(json.dumps(record, indent=2), encoding="utf-8")
     shutil.rmtree(encoder)
+    for weights in folder.rglob("*.safetensors"):
+        weights.chmod((folder / "modules.json").stat().st_mode)  # its library lets nobody but the writer read them

@@ -31,7 +31,11 @@ def curves(runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[Plot
     names = [name for name in logged if name not in PROGRESS]
     sharp = [name for name in names if name in SHARPNESS or name.startswith(SHARE)]
     terms = [name for name in names if name not in (*OPTIMISATION, *sharp, "loss")]
-    titles = OPTIMISATION | SHARPNESS | {name: f"{name} of the perturbation (0 to 1)" for name in sharp[2:]}
+    titles = (
+        OPTIMISATION
+        | SHARPNESS
+        | {name: f"{name} of the perturbation (0 to 1)" for name in sharp if name.startswith(SHARE)}
+    )
     for name, title, chosen in (
         ("losses", "Loss and its terms", [name for name in ("loss", *terms) if name in names]),
         ("optimisation", "Learning rate and gradient", [name for name in OPTIMISATION if name in names]),

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distill.comparison import PLACES, SEED, Comparison, Row, compare, compare_runs, model_size, reference_row
+from distill.comparison import PLACES, SEED, Comparison, Group, Row, compare, compare_runs, model_size, reference_row
 from distill.config import RunConfig
 from distill.errors import ConfigError, RunFolderError
 from distill.evaluation.evaluator import NINE
-from distill.run_folder import ANALYSES, CONFIG, SCORES, is_run_folder, read_record
+from distill.evaluation.scores import finite, score
+from distill.run_folder import ANALYSES, CONFIG, FINAL, SCORES, is_run_folder, read_record
 from teacher_cache.teachers import TeacherOptions, resolve
 
 METRICS = "metrics.jsonl"
@@ -83,7 +84,8 @@ class ReportData:
     Attributes:
         comparison: every run and reference in groups, with mean and sample standard deviation over seeds.
         tasks: name -> metric and domain, of every task that some model was scored on.
-        shares: group -> figure -> percent of the teacher's score that it keeps; empty without a teacher.
+        shares: group -> figure -> percent of the teacher's score that it keeps; empty without a teacher, and of an
+            average only where it is over the same tasks as the teacher's.
         references: group -> "teacher", "before training" or "model", for those that are no runs.
     """
 
@@ -99,7 +101,8 @@ class ReportData:
         return list(dict.fromkeys(name for run in self.runs for name in run.analyses))
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        """Plain JSON values; null is a figure that is no number, such as the gradient of a step that was skipped."""
+        record: dict[str, Any] = {
             "runs": [asdict(run) for run in self.runs],
             "references": dict(self.references),
             "tasks": {name: dict(task) for name, task in self.tasks.items()},
@@ -107,6 +110,23 @@ class ReportData:
             "comparison": self.comparison.to_json(),
             "units": UNITS,
         }
+        return dict(finite(record))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that is no run.
+
+    Attributes:
+        model: as it was named when it was scored.
+        place: its folder, or the file of its scores.
+    """
+
+    role: str
+    model: str
+    place: str
+    scores: Mapping[str, Any]
+    size: Mapping[str, float] = field(default_factory=dict)
 
 
 def report_data(
@@ -149,16 +169,19 @@ def report_data(
         teacher=None if teacher is None or _is_file(teacher) else teacher,
         announce=announce,
     )
-    if kept or unscored:
-        scored = [_scored_reference(model, data, tasks, dtype, announce) for model in unscored if data is not None]
-        comparison = _with_references(comparison, [*kept, *scored])
+    scored = [_scored_reference(model, data, tasks, dtype, announce) for model in unscored if data is not None]
+    comparison = _with_references(comparison, [*kept, *scored])
     records = tuple(
         _records(row, group.name) for group in comparison.groups for row in group.rows if row.status != "reference"
     )
+    stale = [line for run in records for line in _stale(run)]
+    comparison = replace(comparison, warnings=(*comparison.warnings, *stale))
     references = {
         group.name: group.name.partition(": ")[0] for group in comparison.groups if group.rows[0].status == "reference"
     }
-    return ReportData(comparison, records, _tasks(comparison, records), _shares(comparison, references), references)
+    said = [*(run.tasks for run in records), *(reference.scores["tasks"] for reference in (*kept, *scored))]
+    known = _tasks(comparison, said)
+    return ReportData(comparison, records, known, _shares(comparison, references, known), references)
 
 
 def _holds_runs(path: Path) -> bool:
@@ -169,30 +192,66 @@ def _is_file(model: str) -> bool:
     return Path(model).suffix == ".json" and Path(model).is_file()
 
 
-def _kept_reference(path: Path, role: str) -> Row:
+def _kept_reference(path: Path, role: str) -> Reference:
     scores = read_record(path.parent, path.name) or {}
     if not isinstance(scores.get("tasks"), dict):
         raise RunFolderError(f"{path} holds no scores (no key 'tasks'); name what `distill eval -o` wrote")
-    return reference_row(f"{role}: {Path(str(scores.get('model', path.stem))).name}", str(path), scores, {})
+    return Reference(role, str(scores.get("model", path.stem)), str(path), scores)
 
 
 def _scored_reference(
     model: str, data: Path, tasks: Sequence[str] | None, dtype: str, announce: Callable[[str], None]
-) -> Row:
-    from distill.evaluation.scores import score
-
+) -> Reference:
     announce(f"scoring {model}")
     found = resolve(TeacherOptions(model=model)).folder
     scores = score(TeacherOptions(model=model), data, tasks, dtype, announce)
     size = {} if found is None else model_size(found)
-    return reference_row(f"{MODEL}: {Path(model).name}", str(found or model), scores, size)
+    return Reference(MODEL, model, str(found or model), scores, size)
 
 
-def _with_references(comparison: Comparison, rows: Sequence[Row]) -> Comparison:
+def _with_references(comparison: Comparison, references: Sequence[Reference]) -> Comparison:
     """The same with more rows before it, and with what else the first comparison warned of."""
     said = compare(comparison.rows).warnings
+    names = _told_apart(references)
+    files = {name for row in comparison.rows for name in json.loads(row.sources.get("files", "{}"))}
+    rows = [
+        reference_row(name, one.place, _on_files(one.scores, files), one.size)
+        for name, one in zip(names, references, strict=True)
+    ]
     wider = compare([*rows, *comparison.rows])
-    return replace(wider, warnings=(*wider.warnings, *(line for line in comparison.warnings if line not in said)))
+    unsaid = [
+        f"{name} does not say in which precision it was scored; score it again with `distill eval -o`"
+        for name, one in zip(names, references, strict=True)
+        if "dtype" not in one.scores
+    ]
+    return replace(
+        wider,
+        # A group is called by the end of a path, which takes a reference's role from its name.
+        groups=tuple(
+            replace(group, name=group.rows[0].name) if group.rows[0].status == "reference" else group
+            for group in wider.groups
+        ),
+        warnings=(*wider.warnings, *(line for line in comparison.warnings if line not in said), *unsaid),
+    )
+
+
+def _told_apart(references: Sequence[Reference]) -> list[str]:
+    """Role and the model's name, or more of where it is for those that would be called the same."""
+    names = [f"{one.role}: {Path(one.model).name}" for one in references]
+    for longer in ([one.model for one in references], [one.place for one in references]):
+        names = [
+            name if names.count(name) == 1 else f"{one.role}: {more}"
+            for name, one, more in zip(names, references, longer, strict=True)
+        ]
+    return names
+
+
+def _on_files(scores: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
+    """The scores as if on no other files than the runs': tasks that only a reference has are compared with nothing."""
+    common = {name: digest for name, digest in scores.get("files", {}).items() if name in known}
+    if not known:
+        return scores
+    return {key: value for key, value in scores.items() if key != "files"} | ({"files": common} if common else {})
 
 
 def _records(row: Row, group: str) -> RunRecords:
@@ -223,6 +282,27 @@ def _records(row: Row, group: str) -> RunRecords:
 def _records_in(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
     """JSON records by file name without its ending."""
     return {path.stem: read_record(folder, path.name) or {} for path in sorted(folder.glob(pattern))}
+
+
+def _stale(run: RunRecords) -> list[str]:
+    """Of answers and scores that another student gave than the one that the folder holds now."""
+    lines = []
+    step = (run.record.get("exported") or {}).get("step", run.record.get("steps"))
+    for name, record in run.analyses.items():
+        if None not in (step, record.get("step")) and record["step"] != step:
+            lines.append(
+                f"{run.name}: {ANALYSES}/{name}.json is of step {record['step']:,}, and the student of step {step:,}; "
+                "ask again with `distill analyze`"
+            )
+    scores = {Path(SCORES).stem: run.scores, **run.further}
+    asked = {name: record["weights"] for name, record in scores.items() if record.get("weights")}
+    weights = resolve(TeacherOptions(model=str(Path(run.folder) / FINAL))).space.weights if asked else None
+    for name, scored in asked.items():
+        if scored != weights:
+            lines.append(
+                f"{run.name}: {name}.json is of other weights than the student has; score it again with `distill eval`"
+            )
+    return lines
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -256,11 +336,11 @@ def _length(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _tasks(comparison: Comparison, runs: Sequence[RunRecords]) -> dict[str, dict[str, str]]:
-    """In the order of the nine, then as first met; what a task measures is said by some run's scores."""
+def _tasks(comparison: Comparison, scores: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """In the order of the nine, then as first met; what a task measures is said by some model's scores."""
     said: dict[str, Mapping[str, Any]] = {}
-    for run in runs:
-        for name, task in run.tasks.items():
+    for tasks in scores:
+        for name, task in tasks.items():
             said.setdefault(name, task)
     known = {name.removeprefix("tasks."): None for row in comparison.rows for name in row.figures if "tasks." in name}
     ordered = [*(name for name in NINE if name in known), *(name for name in known if name not in NINE)]
@@ -273,16 +353,41 @@ def _tasks(comparison: Comparison, runs: Sequence[RunRecords]) -> dict[str, dict
     }
 
 
-def _shares(comparison: Comparison, references: Mapping[str, str]) -> dict[str, dict[str, float]]:
+def averaged(group: Group, average: str, tasks: Mapping[str, Mapping[str, str]]) -> tuple[str, ...] | None:
+    """The tasks that a group's average is over; None where its runs differ in them."""
+    domain = {"in_domain": "in", "out_of_domain": "out"}.get(average)
+    counted = [
+        name for name, task in tasks.items() if (task["domain"] == domain if domain else task["domain"] != "apart")
+    ]
+    over = {
+        tuple(name for name in counted if f"tasks.{name}" in row.figures)
+        for row in group.rows
+        if f"average.{average}" in row.figures
+    }
+    return over.pop() if len(over) == 1 else None
+
+
+def _shares(
+    comparison: Comparison, references: Mapping[str, str], tasks: Mapping[str, Mapping[str, str]]
+) -> dict[str, dict[str, float]]:
+    """Of a score, and of an average over the very tasks that the teacher's is over."""
     teacher = next((group for group in comparison.groups if references.get(group.name) == TEACHER), None)
     if teacher is None:
         return {}
     best = {name: figure.mean for name, figure in teacher.figures.items() if name.startswith(("tasks.", "average."))}
+
+    def same_tasks(group: Group, figure: str) -> bool:
+        kind, _, name = figure.partition(".")
+        if kind != "average":
+            return True
+        over = averaged(group, name, tasks)
+        return over is not None and over == averaged(teacher, name, tasks)
+
     return {
         group.name: {
             name: 100 * group.figures[name].mean / whole
             for name, whole in best.items()
-            if whole > 0 and name in group.figures
+            if whole > 0 and name in group.figures and same_tasks(group, name)
         }
         for group in comparison.groups
         if group is not teacher

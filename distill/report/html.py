@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from distill.errors import ConfigError
+from distill.errors import ConfigError, RunFolderError
 from distill.report import sections
 from distill.report.comparison import notes
-from distill.report.data import ReportData, RunRecords
+from distill.report.data import FURTHER, ReportData, RunRecords
 from distill.report.drawing import Key, Plot, png, svg
 from distill.report.plots import plots
+from distill.run_folder import RECORD, SCORES, is_run_folder, read_record
 from teacher_cache.errors import MissingDependency
 from teacher_cache.storage.files import replacing
 
 TEMPLATE = "report.html.j2"
+# Keys by which a report's JSON is told from other files.
+REPORT = {"runs", "references", "comparison", "units"}
 # Analysis -> its heading, and how its plots are read.
 ANALYSES = {
     "compression": (
@@ -62,22 +65,26 @@ class Answer:
 def write_report(data: ReportData, output: Path) -> list[Path]:
     """Write `output`, its namesake with `.json`, and the plots in `NAME_files/`; the same data give the same bytes.
 
+    Plots that an earlier report left there and this one does not have are removed.
+
     Returns:
         The files, the HTML first.
 
     Raises:
-        ConfigError: the name of the file does not end in .html.
+        ConfigError: see `check_page`.
         MissingDependency: matplotlib or Jinja is absent.
     """
-    if output.suffix not in (".html", ".htm"):
-        raise ConfigError(f"the report {output} is an HTML file: give it a name that ends in .html")
+    check_page(output)
     drawn = plots(data)
     folder = output.with_name(f"{output.stem}_files")
     pictures = {folder / f"{output.stem}-{plot.name}.png": plot for found in drawn.values() for plot in found}
     page = html(data, drawn)
-    record = json.dumps(data.to_json(), indent=2, ensure_ascii=False) + "\n"
+    record = json.dumps(data.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     if pictures:
         folder.mkdir(exist_ok=True)
+    for path in folder.glob("*.png"):
+        if path.name.startswith(f"{output.stem}-") and path not in pictures:
+            path.unlink()
     for path, plot in pictures.items():
         png(plot, path)
     beside = output.with_suffix(".json")
@@ -85,6 +92,28 @@ def write_report(data: ReportData, output: Path) -> list[Path]:
         with replacing(path) as file:
             file.write(text.encode())
     return [output, beside, *pictures]
+
+
+def check_page(output: Path) -> None:
+    """Refuse a name for the page before anything is read, drawn or scored.
+
+    Raises:
+        ConfigError: it does not end in .html, or the JSON beside it would replace what is no report's.
+    """
+    if output.suffix not in (".html", ".htm"):
+        raise ConfigError(f"the report {output} is an HTML file: give it a name that ends in .html")
+    beside = output.with_suffix(".json")
+    try:
+        held = read_record(beside.parent, beside.name)
+        taken = beside.exists() and not (isinstance(held, dict) and held.keys() >= REPORT)
+    except RunFolderError:
+        taken = True
+    # A run that has not written them yet will, and other scores in its folder are read as its own.
+    records = beside.name in (RECORD, SCORES) or beside.match(FURTHER)
+    if taken or (records and is_run_folder(output.parent)):
+        raise ConfigError(
+            f"the report's data would be written to {beside}, which is no report's: give {output.name} another name"
+        )
 
 
 def html(data: ReportData, drawn: Mapping[str, Sequence[Plot]]) -> str:

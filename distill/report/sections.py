@@ -7,7 +7,7 @@ from typing import Any
 from distill.comparison import Comparison, Figure, Group
 from distill.evaluation.evaluator import NINE
 from distill.report.comparison import NOTHING, comparison_columns, setting
-from distill.report.data import ReportData, RunRecords
+from distill.report.data import ReportData, RunRecords, averaged
 from distill.report.drawing import number
 from distill.report.tables import AVERAGES
 
@@ -168,7 +168,7 @@ def score_table(data: ReportData) -> Table | None:
         for name, task in data.tasks.items()
     ]
     averages = [
-        (Cell(f"average {label}", _counted(data, name)), list(_score_cells(data, groups, f"average.{name}")))
+        _average_row(data, groups, name, label)
         for name, label in AVERAGES.items()
         if any(f"average.{name}" in group.figures for group in groups)
     ]
@@ -176,11 +176,26 @@ def score_table(data: ReportData) -> Table | None:
     return replace(table, summary_from=len(rows)) if len(groups) <= MODELS_ACROSS else table.turned()
 
 
-def _counted(data: ReportData, average: str) -> str:
-    """How many tasks an average is over."""
-    domains = {"in_domain": ("in",), "out_of_domain": ("out",)}.get(average, ("in", "out", "other"))
-    count = sum(task["domain"] in domains for task in data.tasks.values())
-    return f"{count} task{'s' if count != 1 else ''}"
+def _average_row(data: ReportData, groups: Sequence[Group], name: str, label: str) -> tuple[Cell, list[Cell]]:
+    """An average says how many tasks it is over: below its name, or below each where the models differ in them."""
+    figure = f"average.{name}"
+    over = [averaged(group, name, data.tasks) if figure in group.figures else None for group in groups]
+    cells = list(_score_cells(data, groups, figure))
+    different = {tasks for group, tasks in zip(groups, over, strict=True) if figure in group.figures}
+    if len(different) == 1 and None not in different:
+        return Cell(f"average {label}", _count(different.pop())), cells
+    return Cell(f"average {label}"), [
+        replace(cell, below=", ".join(filter(None, (cell.below, _count(tasks)))), best=False)
+        if figure in group.figures
+        else cell
+        for group, tasks, cell in zip(groups, over, cells, strict=True)
+    ]
+
+
+def _count(tasks: Sequence[str] | None) -> str:
+    if tasks is None:
+        return "not the same tasks in each run"
+    return f"{len(tasks)} task{'s' if len(tasks) != 1 else ''}"
 
 
 def _score_cells(data: ReportData, groups: Sequence[Group], figure: str) -> Iterator[Cell]:
@@ -272,7 +287,8 @@ def figure_tables(runs: Sequence[RunRecords]) -> list[Table]:
         for name, task in run.tasks.items():
             if name not in NINE:
                 figures = {task["metric"]: task["score"], **task.get("figures", {})}
-                cells = [Cell(number(value)) for value in figures.values()]
+                # JSON has null for what is no number.
+                cells = [Cell(NOTHING if value is None else number(value)) for value in figures.values()]
                 found.setdefault(tuple(figures), []).append((Cell(name, run.name), cells))
     return [
         Table(f"further tasks: {', '.join(names)}", ["task", *(name.replace("_", " ") for name in names)], rows)
@@ -285,7 +301,9 @@ def examples(runs: Sequence[RunRecords]) -> Iterator[tuple[str, Table]]:
     for run in runs:
         for task, scored in run.tasks.items():
             for shown, texts in scored.get("examples", {}).items():
-                rows = [(Cell(example["text"]), [Cell(number(example["value"]))]) for example in texts]
+                values = [example["value"] for example in texts]
+                cells = [Cell(NOTHING if value is None else number(value)) for value in values]
+                rows = [(Cell(example["text"]), [cell]) for example, cell in zip(texts, cells, strict=True)]
                 title = f"{run.name}, {task}: {shown}"
                 yield title, Table(title, ["text", "value"], rows)
 

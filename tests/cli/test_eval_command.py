@@ -1,14 +1,18 @@
 """`distill eval` as a person types it: retrieval in three modes, and vectors that are kept."""
 
 import json
+import math
 import shutil
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distill.evaluation.scores import score
 from distill.run import run
 from teacher_cache.cache import TeacherCache
+from teacher_cache.teachers import TeacherOptions
 from tests.cli.test_distill import distill, refused
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import tiny_config
@@ -183,3 +187,51 @@ def test_nothing_to_evaluate_on_is_refused(tiny_student: Path, collection: Path)
     assert "'studnet': did you mean 'student'" in refused(
         distill("eval", tiny_student, "--retrieval", collection, "--mode", "studnet")
     )
+
+
+def test_modes_without_a_retrieval_and_unknown_ones_are_refused(tiny_student: Path, tmp_path: Path) -> None:
+    data = write_tasks(tmp_path / "data")
+    words: list[str | Path] = ["eval", tiny_student, "--data", data, "--tasks", "stsb,mrpc"]
+    result = distill(*words, "--mode", "teacher")
+    assert result.exit_code == 2
+    assert "Invalid value for --mode: it is a mode of retrieval: say with --retrieval on which" in result.stderr
+    assert "'nonsense'" in refused(distill(*words, "--mode", "nonsense", "--teacher", "nosuchmodel"))
+
+
+def test_the_scores_say_what_they_depend_on(tiny_student: Path, collection: Path, tmp_path: Path) -> None:
+    data = write_tasks(tmp_path / "data")
+    words: list[str | Path] = [tiny_student, "--data", data, "--tasks", "stsb,mrpc"]
+    record = scores(*words, "--retrieval", collection, "-o", tmp_path / "scores.json")
+    assert json.loads((tmp_path / "scores.json").read_text()) == record
+    paths = [*data.iterdir(), *collection.iterdir()]
+    assert record["files"] == {path.name: blake2b(path.read_bytes(), digest_size=16).hexdigest() for path in paths}
+    same = score(TeacherOptions(model=str(tiny_student)), data, ["stsb", "mrpc"], "fp32")
+    assert {key: record[key] for key in ("dtype", "weights")} == {key: same[key] for key in ("dtype", "weights")}
+    assert same["files"].items() <= record["files"].items()
+    assert record["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(("dtype", "used"), [("auto", "bfloat16"), ("bf16", "bfloat16"), ("fp32", "float32")])
+def test_the_precision_that_is_kept_is_the_one_that_was_used(
+    tiny_student: Path, tmp_path: Path, dtype: str, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.arguments.settled_precision", lambda precision: "bf16")
+    result = distill(
+        "eval", tiny_student, "--data", write_tasks(tmp_path / "data"), "--tasks", "stsb", "--dtype", dtype, "--json"
+    )
+    assert f"· {used}\n" in result.stderr
+    assert json.loads(result.stdout)["dtype"] == used
+
+
+def test_a_figure_that_is_no_number_is_null(
+    tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distill.evaluation.sts import TextualSimilarity
+
+    scored = TextualSimilarity.score
+    monkeypatch.setattr(TextualSimilarity, "score", lambda task, vectors: {**scored(task, vectors), "odd": math.nan})
+    words: list[str | Path] = ["eval", tiny_student, "--data", write_tasks(tmp_path / "data"), "--tasks", "stsb"]
+    result = distill(*words, "--json", "-o", tmp_path / "scores.json")
+    for text in (result.stdout, (tmp_path / "scores.json").read_text()):
+        record = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+        assert record["tasks"]["stsb"]["figures"]["odd"] is None

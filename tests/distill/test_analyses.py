@@ -1,6 +1,7 @@
 """Analyses are found by name, take their options, and keep their answers in the run folder."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,8 +11,8 @@ from click.testing import CliRunner
 
 from cli.distill import main
 from distill.analyses import ANALYSES
-from distill.analyses.base import Analysis, analyze, kept_analyses
-from distill.errors import ConfigError, EvaluationError, RunFolderError
+from distill.analyses.base import Analysis, analyze, names_of, number, one_of, whole_number
+from distill.errors import ConfigError, EvaluationError, NeedsNotMet, RunFolderError
 from distill.registry import find
 from distill.run import run
 from distill.trained_run import TrainedRun
@@ -46,6 +47,17 @@ class Endless(Steps):
         return {"steps": float("nan")}
 
 
+class Refused(Steps):
+    name: ClassVar[str] = "refused"
+
+    def __call__(self, run: TrainedRun) -> dict[str, Any]:
+        raise NeedsNotMet("the run has no such thing")
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in (folder / "analyses").glob("*.json")}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, toy_cache: Path, tiny_student: Path) -> Path:
     folder = tmp_path_factory.mktemp("analysed") / "run"
@@ -64,9 +76,9 @@ def test_an_analysis_of_ones_own_is_kept_and_read_back(finished: Path) -> None:
     assert records[MINE]["result"] == {"steps": 5}
     assert records[MINE]["conclusion"] == "It took 5 steps."
     assert records[MINE]["step"] == 2
-    assert kept_analyses(finished) == {"steps": records[MINE]}
+    assert kept(finished) == {"steps": records[MINE]}
     analyze(finished, [MINE])
-    assert kept_analyses(finished)["steps"]["result"] == {"steps": 2}  # the newest answer, in place of the older
+    assert kept(finished)["steps"]["result"] == {"steps": 2}  # the newest answer, in place of the older
 
 
 def test_an_unknown_option_names_the_nearest(finished: Path) -> None:
@@ -87,10 +99,10 @@ def test_an_analysis_on_tasks_says_where_they_should_come_from(finished: Path) -
 
 
 def test_an_answer_that_is_not_finite_is_not_kept(finished: Path) -> None:
-    before = kept_analyses(finished)
+    before = kept(finished)
     with pytest.raises(EvaluationError, match="NaN or infinite"):
         analyze(finished, [f"{__name__}:Endless"])
-    assert kept_analyses(finished) == before
+    assert kept(finished) == before
 
 
 @pytest.mark.parametrize(
@@ -118,3 +130,101 @@ def test_the_command_prints_conclusions_or_json(finished: Path) -> None:
     assert f"{finished}: {MINE}: It took 2 steps." in said.stdout
     as_json = CliRunner().invoke(main, ["analyze", str(finished), "--analyses", MINE, "--json"])
     assert json.loads(as_json.stdout)[str(finished)][MINE]["result"] == {"steps": 2}
+
+
+REFUSED = f"{__name__}:Refused"
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has an analysis that the run cannot give before one that it can."""
+    monkeypatch.setattr("distill.analyses.base.ANALYSES", {"refused": REFUSED, "steps": MINE})
+
+
+def test_what_a_run_cannot_give_is_left_out_with_the_reason_where_nothing_is_named(finished: Path, table: None) -> None:
+    said: list[str] = []
+    records = analyze(finished, announce=said.append)
+    assert list(records) == ["steps"]
+    assert any("refused of" in line and "is left out: the run has no such thing" in line for line in said)
+
+
+def test_what_is_named_and_cannot_be_given_is_an_error(finished: Path, table: None) -> None:
+    with pytest.raises(NeedsNotMet, match="no such thing"):
+        analyze(finished, ["refused", "steps"])
+
+
+def test_a_run_that_can_give_nothing_is_an_error(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.analyses.base.ANALYSES", {"refused": REFUSED})
+    with pytest.raises(NeedsNotMet, match="no such thing"):
+        analyze(finished)
+
+
+def test_a_broken_answer_is_an_error_even_where_nothing_is_named(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.analyses.base.ANALYSES", {"steps": MINE, "endless": f"{__name__}:Endless"})
+    with pytest.raises(EvaluationError, match="NaN or infinite"):
+        analyze(finished)
+
+
+@pytest.mark.parametrize("flag", ["data", "retrieval"])
+def test_files_that_are_not_there_are_no_refusal_of_the_run(finished: Path, flag: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag} .*is not there"):
+        analyze(finished, **{flag: tmp_path / "nowhere"})
+
+
+def test_the_command_prints_what_was_made_before_an_analysis_failed(finished: Path) -> None:
+    asked = ["analyze", str(finished), "--analyses", f"{MINE},{REFUSED}"]
+    said = CliRunner().invoke(main, asked)
+    assert said.exit_code == 1
+    assert f"{finished}: {MINE}: It took 2 steps." in said.stdout
+    assert "error: the run has no such thing" in said.stderr
+    as_json = CliRunner().invoke(main, [*asked, "--json"])
+    assert as_json.exit_code == 1
+    assert list(json.loads(as_json.stdout)[str(finished)]) == [MINE]
+
+
+def test_the_command_prints_the_runs_before_the_one_that_failed(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "broken")
+    (tmp_path / "broken" / "run.json").unlink()
+    said = CliRunner().invoke(main, ["analyze", str(finished), str(tmp_path / "broken"), "--analyses", MINE])
+    assert said.exit_code == 1
+    assert f"{finished}: {MINE}: It took 2 steps." in said.stdout
+    assert "holds no run" in said.stderr
+
+
+def test_the_command_tells_an_error_of_every_run_once(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "copy")
+    asked = ["analyze", str(tmp_path / "copy"), str(finished), "--analyses", MINE, "--set", f"{MINE}.mre=1"]
+    said = CliRunner().invoke(main, asked)
+    assert (said.exit_code, said.stdout) == (1, "")
+    assert said.stderr.count("has no option 'mre'") == 1
+
+
+@pytest.mark.parametrize("value", ["many", -3, 2.0, True, None, 9])
+def test_a_count_is_a_whole_number_in_its_range(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"map\.texts is .*; expected a whole number from 1 to 8"):
+        whole_number("map.texts", value, 1, 8)
+    assert whole_number("map.texts", 8, 1, 8) == 8
+
+
+@pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), True, None, 0, [1]])
+def test_a_radius_is_a_finite_number_above_nothing(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"curvature\.rho is .*; expected a number above 0"):
+        number("curvature.rho", value, above=0)
+    assert number("curvature.rho", "1e-4", above=0) == 1e-4  # as YAML gives it
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_a_flag_is_true_or_false(value: Any) -> None:
+    with pytest.raises(ConfigError, match="expected one of true, false"):
+        one_of("curvature.heads", value, (True, False))
+
+
+def test_a_list_of_names_may_be_a_comma_list() -> None:
+    assert names_of("compression.tasks", "stsb") == ["stsb"]
+    assert names_of("compression.tasks", "stsb, mrpc") == ["stsb", "mrpc"]
+    assert names_of("compression.tasks", None) is None
+    for value in (3, [], [1], ""):
+        with pytest.raises(ConfigError, match=r"compression\.tasks is .*; expected a list of names"):
+            names_of("compression.tasks", value)

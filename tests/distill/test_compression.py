@@ -171,9 +171,36 @@ def test_relative_is_the_share_of_ones_own_full_score() -> None:
     assert [(p["score"], p["relative"]) for p in curves["binary"]] == [(20, 0.4), (60, 1.2)]
 
 
-def test_where_the_full_score_is_nothing_no_share_is_kept() -> None:
-    curves = scores_by_size(random(3, 8), random(3, 8), lambda a, b: 0.0)
-    assert [points[0]["relative"] for points in curves.values()] == [0, 0, 0]
+@pytest.mark.parametrize("full_score", [0.0, -4.0])
+def test_of_a_full_score_that_is_not_above_0_there_is_no_share(full_score: float) -> None:
+    curves = scores_by_size(random(3, 8), random(3, 8), lambda a, b: full_score)
+    assert [points[0]["relative"] for points in curves.values()] == [None, None, None]
+
+
+def test_the_conclusion_leaves_out_tasks_without_a_share_and_says_so() -> None:
+    halved = iter([40.0, 20.0, 20.0, 20.0])
+    good = scores_by_size(random(3, 8), random(3, 8), lambda a, b: next(halved))
+    bad = scores_by_size(random(3, 8), random(3, 8), lambda a, b: -4.0)
+    tasks = [
+        {"task": "stsb", "curves": {"student": good, "teacher": good}},
+        {"task": "sick", "curves": {"student": bad, "teacher": good}},
+    ]
+    said = Compression.conclusion({"tasks": tasks})
+    assert said.count("50.0 % in int8") == 2  # and no mean with 0 % of the student on sick
+    assert said.endswith("Left out, with a full score of 0 or below: student on sick.")
+    assert "student nothing" not in said
+    nothing = Compression.conclusion({"tasks": [{"task": "sick", "curves": {"student": bad}}]})
+    assert "nothing that can be said" in nothing
+
+
+def test_options_that_choose_among_tasks_are_checked(tmp_path: Path) -> None:
+    assert Compression(data=tmp_path, tasks="stsb").tasks == ["stsb"]
+    with pytest.raises(ConfigError, match=r"compression\.split is 'dev'; expected one of test, validation"):
+        Compression(data=tmp_path, split="dev")
+    with pytest.raises(ConfigError, match=r"compression\.split chooses .*\(--retrieval\)"):
+        Compression(data=tmp_path, retrieval=tmp_path, split="validation")
+    with pytest.raises(ConfigError, match=r"compression\.tasks chooses among the nine"):
+        Compression(retrieval=tmp_path, tasks=["stsb"])
 
 
 def write_collection(folder: Path) -> Path:
@@ -263,7 +290,7 @@ def test_the_full_scores_of_a_run_are_those_of_an_evaluation(made: Path) -> None
 
 def test_retrieval_scores_are_those_of_its_three_modes(made: Path) -> None:
     with TrainedRun.open(made / "leaf") as trained:
-        result = asked(made, data=None, retrieval=made / "beir")(trained)
+        result = asked(made, data=None, tasks=None, retrieval=made / "beir")(trained)
         student, teacher = InTeacherSpace(trained.load()), toy()
     (task,) = result["tasks"]
     assert task["metric"] == "ndcg_at_10"
@@ -272,6 +299,17 @@ def test_retrieval_scores_are_those_of_its_three_modes(made: Path) -> None:
     report = Evaluator(retrieval_tasks(made / "beir", modes))(by_role)
     for mode, score in zip(modes, report.tasks.values(), strict=True):
         assert full(task["curves"][mode]) == pytest.approx(score.score, abs=0.01)
+
+
+def test_the_teacher_is_asked_as_for_training_whatever_its_files_name_for_queries(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.evaluation.encoders.prompts_of", lambda options: {"query": "search: "})
+    with TrainedRun.open(made / "leaf") as trained:
+        with_model = asked(made, data=None, tasks=None, retrieval=made / "beir")(trained)
+        without = asked(made, data=None, tasks=None, retrieval=made / "beir", teacher=None)(trained)
+    assert with_model == without
+    assert with_model["teacher_prompt"] == ""
 
 
 def test_a_student_outside_its_teachers_space_has_no_asymmetric_side(made: Path) -> None:

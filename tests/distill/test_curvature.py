@@ -197,5 +197,11 @@ def test_what_did_not_converge_is_not_said_to_be_more_than_a_lower_bound(finishe
 
 @pytest.mark.parametrize("option", ["checkpoints", "texts", "batch", "iterations", "rho", "adaptive_rho"])
 def test_an_option_out_of_its_range_is_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"curvature {option}"):
+    with pytest.raises(ConfigError, match=rf"curvature\.{option} is 0; expected"):
         Curvature(**{option: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["seed", "heads", "differences"])
+def test_an_option_that_is_something_else_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"curvature\.{option} is 'x'; expected"):
+        Curvature(**{option: "x"})  # type: ignore[arg-type]

@@ -102,6 +102,14 @@ def test_no_weight_is_exported_that_was_not_trained(
     assert "pooler" not in captured.out + captured.err
 
 
+def test_weights_are_as_readable_as_the_rest(student: Student, tmp_path: Path) -> None:
+    projection = torch.eye(student.shape.dim)
+    export(student, projection, True, tmp_path / "final", TEXTS)
+    files = [path for path in (tmp_path / "final").rglob("*") if path.is_file()]
+    assert sum(path.suffix == ".safetensors" for path in files) == 2
+    assert len({path.stat().st_mode for path in files}) == 1
+
+
 def test_exporting_is_silent(student: Student, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     export(student, None, True, tmp_path / "final", TEXTS)
     captured = capfd.readouterr()

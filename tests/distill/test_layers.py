@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distill.analyses.layers import Layers, centred_cosines, compare_layers, likeness, pooled_layers, shown_rows
-from distill.errors import EvaluationError
+from distill.errors import ConfigError, EvaluationError
 from distill.run import run
 from distill.student import Student
 from distill.trained_run import TrainedRun
@@ -147,7 +147,8 @@ def test_of_a_run_the_student_before_and_after_training_is_compared_on_held_out_
     torch.manual_seed(7)
     with TrainedRun.open(tmp_path / "run") as trained:
         result = Layers(texts=30)(trained)
-        rows = shown_rows(trained, 30)
+        rows, held_out = shown_rows(trained, 30)
+        assert held_out
         assert set(rows) <= set(trained.held_out_rows())
         texts = trained.cache.texts(rows)
         before, after = trained.starting().student.encode(texts), trained.load().student.encode(texts)
@@ -163,7 +164,7 @@ def test_of_a_run_the_student_before_and_after_training_is_compared_on_held_out_
     assert result["after"]["to_teacher"][-1] == pytest.approx(to_teacher, abs=1e-4)
     sentence = Layers.conclusion(result)
     assert f"drift {max(result['drift']):.3f}" in sentence
-    assert "30 texts" in sentence
+    assert "30 held-out texts" in sentence
 
 
 def test_without_held_out_texts_those_of_the_corpus_are_compared(
@@ -174,3 +175,10 @@ def test_without_held_out_texts_those_of_the_corpus_are_compared(
         result = Layers(texts=20)(trained)
     assert result["texts"] == 20
     assert not result["held_out"]
+    assert "20 training texts" in Layers.conclusion(result)
+
+
+@pytest.mark.parametrize("texts", ["many", 3, True])
+def test_another_number_of_texts_than_four_or_more_is_refused(texts: object) -> None:
+    with pytest.raises(ConfigError, match=r"layers\.texts is .*from 4 on"):
+        Layers(texts=texts)  # type: ignore[arg-type]

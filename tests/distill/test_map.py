@@ -82,8 +82,11 @@ def test_tsne_is_the_same_for_a_seed_and_keeps_clusters_together() -> None:
 
 
 def test_an_unknown_method_and_too_few_texts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no method 'umap'; it has: tsne, pca"):
+    with pytest.raises(ConfigError, match=r"map\.method is 'umap'; expected one of tsne, pca"):
         Map(method="umap")
+    for option, value in {"texts": -3, "fitted_on": 0, "seed": "x", "method": ["tsne"]}.items():
+        with pytest.raises(ConfigError, match=rf"map\.{option} is "):
+            Map(**{option: value})  # type: ignore[arg-type]
     with pytest.raises(EvaluationError, match="4 texts or more; there are 3"):
         distances(units(3, 2), units(3, 2))
 
@@ -113,6 +116,8 @@ def test_a_projected_student_is_drawn_where_its_projection_carries_it(finished: 
     centred = np.concatenate(sides) - np.concatenate(sides).mean(0)
     assert np.allclose(plane.std(0) * np.sqrt(len(plane)), np.linalg.svd(centred)[1][:2], atol=1e-2)
     assert result["fitted_on"] == 0
+    assert result["held_out"]
+    assert f"of {len(texts)} held-out texts" in Map.conclusion(result)
     assert "its learned projection" in Map.conclusion(result)
 
 
@@ -143,6 +148,14 @@ def test_a_map_of_the_whole_corpus_leaves_nothing_to_fit_to(
         pytest.raises(EvaluationError, match=r"none is left to fit a rotation to; set map\.texts lower"),
     ):
         Map()(trained)
+
+
+def test_a_map_of_a_run_that_held_nothing_out_says_so(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "objective.name=leaf", "training.max_steps=1"))
+    with TrainedRun.open(tmp_path / "run") as trained:
+        result = Map(method="pca", texts=20)(trained)
+    assert not result["held_out"]
+    assert "of 20 training texts" in Map.conclusion(result)
 
 
 def test_two_maps_of_a_run_are_the_same(finished: Path) -> None:

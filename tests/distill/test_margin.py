@@ -231,6 +231,7 @@ def test_with_a_collection_the_student_s_queries_search_the_teacher_s_documents(
     assert (found["metric"], found["task"]) == ("ndcg_at_10", "beir (asymmetric)")
     assert found["points"][-1]["score"] == pytest.approx(ndcg(student))
     assert found["teacher_score"] == pytest.approx(ndcg(teacher[:10]))
+    assert found["teacher_prompt"] == ""
 
 
 def test_texts_that_the_cache_lacks_are_asked_of_the_teacher_once(

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from distill.report.html import write_report
 from distill.report.plots import plots
 from distill.run import run
 from teacher_cache.errors import MissingDependency
+from teacher_cache.teachers import TeacherOptions, resolve
 from tests.distill.test_compare import edit
 from tests.distill.tiny_runs import tiny_config
 from tests.distill.tiny_tasks import TASKS, write_tasks
@@ -291,7 +293,10 @@ def test_seeds_share_a_column_and_a_colour_and_are_named(trained: Path, tmp_path
 
 
 def test_many_models_stand_below_each_other(trained: Path, tmp_path: Path) -> None:
-    runs = [copied(trained, tmp_path / "run"), *(kept(tmp_path / f"{n}.json", float(n), f"m{n}") for n in range(1, 7))]
+    runs: list[str | Path] = [
+        copied(trained, tmp_path / "run"),
+        *(kept(tmp_path / f"{n}.json", float(n), f"m{n}") for n in range(1, 7)),
+    ]
     rows = {row[0]: row[1:] for row in reversed(Words(page(report_data(runs))).rows) if row}  # the first table wins
     assert rows["model"][:2] == ["mrpc (average precision)", "stsb * (spearman)"]
     assert rows["model: m3"][:2] == ["63.00", "83.00"]
@@ -374,6 +379,124 @@ def test_further_scores_of_a_run_have_a_table(trained: Path, tmp_path: Path) -> 
     rows = {row[0]: row[1:] for row in Words(page(report_data([folder]))).rows if row}
     assert rows["task"] in (["leaf"], ["ndcg at 10", "recall at 100", "mrr at 10", "queries"])
     assert rows["cran (asymmetric) leaf"] == ["35", "70.5", "50.25", "225"]
+
+
+def test_averages_are_shares_only_over_the_teacher_s_tasks(trained: Path, tmp_path: Path) -> None:
+    wide = scored(20.0, "models/big")
+    wide["tasks"] |= {
+        "sick": {"metric": "spearman", "score": 90.0, "domain": "out"},
+        "cran": {"metric": "ndcg_at_10", "score": 40.0, "domain": "apart"},
+    }
+    wide["average"] = {"in_domain": 100.0, "out_of_domain": 85.0, "all": 90.0}
+    (tmp_path / "teacher.json").write_text(json.dumps(wide))
+    data = report_data([copied(trained, tmp_path / "talas")], teacher=str(tmp_path / "teacher.json"))
+    assert data.shares["talas"] == {"tasks.stsb": 80.0, "tasks.mrpc": 75.0, "average.in_domain": 80.0}
+    assert data.tasks["cran"] == {"metric": "ndcg_at_10", "domain": "apart"}
+    rows = {row[0]: row[1:] for row in Words(page(data)).rows if row}
+    assert rows["cran ndcg at 10"] == ["40.00", "-"]
+    assert rows["average in-domain 1 task"] == ["100.00", "80.00 80.0 %"]
+    assert rows["average out-of-domain"] == ["85.00 2 tasks", "60.00 1 task"]
+    teacher, student = rows["average all"]  # the last row has the words below the table too
+    assert teacher == "90.00 3 tasks"
+    assert student.startswith("70.00 2 tasks ")
+
+
+def test_a_reference_scored_otherwise_than_the_runs_is_told(trained: Path, tmp_path: Path) -> None:
+    folder = copied(trained, tmp_path / "talas")
+    edit(folder / "eval.json", {"dtype": "bfloat16", "files": {"stsb_test.csv": "aa"}})
+    teacher = kept(tmp_path / "teacher.json", 20.0, "models/big")
+    assert report_data([folder], teacher=teacher).comparison.warnings == (
+        "teacher: big does not say in which precision it was scored; score it again with `distill eval -o`",
+    )
+    edit(Path(teacher), {"dtype": "float32", "files": {"stsb_test.csv": "bb", "sick_test.csv": "cc"}})
+    precision, files = report_data([folder], teacher=teacher).comparison.warnings
+    assert precision == "the runs were scored in different precisions: float32: teacher: big; bfloat16: talas"
+    assert files == "the runs were scored on different files: teacher: big; talas"
+    # Files of tasks that the teacher alone has make nothing incomparable.
+    edit(Path(teacher), {"dtype": "bfloat16", "files": {"stsb_test.csv": "aa", "sick_test.csv": "cc"}})
+    assert report_data([folder], teacher=teacher).comparison.warnings == ()
+
+
+def test_references_of_one_name_are_told_apart(trained: Path, tmp_path: Path) -> None:
+    folder = copied(trained, tmp_path / "talas")
+    models = [kept(tmp_path / f"{n}.json", float(n), f"{n}/final") for n in (1, 2)]
+    models += [kept(tmp_path / f"{n}.json", float(n), "models/same") for n in (3, 4)]
+    data = report_data([folder, *models])
+    names = ["1/final", "2/final", tmp_path / "3.json", tmp_path / "4.json"]
+    assert list(data.references) == [f"model: {name}" for name in names]
+    assert set(data.references.values()) == {"model"}
+
+
+def test_answers_and_scores_of_another_student_are_told(trained: Path, tmp_path: Path) -> None:
+    folder = copied(trained, tmp_path / "talas", answers=True)
+    weights = resolve(TeacherOptions(model=str(folder / "final"))).space.weights
+    edit(folder / "analyses" / "map.json", {"step": 3})
+    edit(folder / "eval.json", {"weights": weights})
+    edit(folder / "eval-new.json", {"weights": weights, "tasks": {}})
+    assert report_data([folder]).comparison.warnings == ()
+    edit(folder / "analyses" / "map.json", {"step": 2})
+    edit(folder / "eval-old.json", {"weights": "0123", "tasks": {}})
+    data = report_data([folder])
+    assert data.comparison.warnings == (
+        "talas: analyses/map.json is of step 2, and the student of step 3; ask again with `distill analyze`",
+        "talas: eval-old.json is of other weights than the student has; score it again with `distill eval`",
+    )
+    assert all(f"warning: {line}" in Words(page(data)).text for line in data.comparison.warnings)
+
+
+def test_a_report_replaces_no_other_record(trained: Path, tmp_path: Path) -> None:
+    folder = copied(trained, tmp_path / "talas", answers=True)
+    before = {path: path.read_bytes() for path in folder.rglob("*.json")}
+    data = report_data([folder])
+    for name in ("run.html", "eval.html", "analyses/map.html", "eval-new.html"):
+        with pytest.raises(ConfigError, match=r"which is no report's: give \S+ another name"):
+            write_report(data, folder / name)
+        assert not (folder / name).exists()
+    (folder / "mine.json").write_text("[1, 2")
+    result = CliRunner().invoke(report_command, [str(folder / "absent"), "-o", str(folder / "mine.html")])
+    assert isinstance(result.exception, ConfigError)  # and not that a run is absent: it is refused first
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_second_report_replaces_the_first_and_its_plots(trained: Path, tmp_path: Path) -> None:
+    folder = copied(trained, tmp_path / "talas")
+    page, beside, *first = write_report(report_data([folder]), folder / "report.html")
+    other = first[0].with_name("own.png")
+    other.write_bytes(b"somebody's")
+    (folder / "metrics.jsonl").unlink()
+    again = write_report(report_data([folder]), page)
+    assert again[:2] == [page, beside]
+    assert {path.name for path in first} == {"report-scores.png", "report-losses.png", "report-optimisation.png"}
+    assert {path.name for path in other.parent.iterdir()} == {"report-scores.png", "own.png"}
+
+
+def test_what_is_no_number_is_null(trained: Path, tmp_path: Path) -> None:
+    folder = copied(trained, tmp_path / "talas")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "grad_norm": NaN, "loss": 1.0}\n')
+    task = {"metric": "ndcg_at_10", "score": 30.0, "figures": {"mrr_at_10": None, "recall_at_100": math.inf}}
+    edit(folder / "eval-cran.json", {"tasks": {"cran": task}})
+    _, beside, *_ = write_report(report_data([folder]), tmp_path / "report.html")
+    run = json.loads(beside.read_text(), parse_constant=lambda name: pytest.fail(name))["runs"][0]
+    assert run["metrics"][-1] == {"step": 4, "grad_norm": None, "loss": 1.0}
+    assert run["further"]["eval-cran"]["tasks"]["cran"]["figures"] == {"mrr_at_10": None, "recall_at_100": None}
+    rows = {row[0]: row[1:] for row in Words((tmp_path / "report.html").read_text()).rows if row}
+    assert [cell.split()[0] for cell in rows["cran talas"]] == ["30", "-", "-"]
+
+
+def test_each_figure_of_sharpness_has_its_own_title(trained: Path, tmp_path: Path) -> None:
+    titles = {
+        "perturbation_norm": "norm of the perturbation",
+        "share of embeddings": "share of embeddings of the perturbation (0 to 1)",
+        "share of heads": "share of heads of the perturbation (0 to 1)",
+        "perturbation_rise": "rise of the loss to w + eps",
+    }
+    for known in ({"perturbation_norm", "share of embeddings", "share of heads"}, set(titles)):
+        folder = copied(trained, tmp_path / str(len(known)))
+        line = {"step": 1} | {name: 0.5 for name in titles if name in known}
+        (folder / "metrics.jsonl").write_text(json.dumps(line))
+        (drawn,) = plots(report_data([folder]))["curves"]
+        assert [panel.title for panel in drawn.panels] == [title for name, title in titles.items() if name in known]
 
 
 def test_what_cannot_be_reported_is_refused(trained: Path, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from distill.callbacks import TrainingProgress
 from distill.checkpoints import last_checkpoint
 from distill.config import RunConfig
 from distill.errors import ConfigError, NeedsNotMet, RunFolderError, StudentError
-from distill.method import build_objective, held_out_rows
+from distill.method import build_objective, held_out_rows, learned_projection
 from distill.objectives import OBJECTIVES
-from distill.objectives.base import Needs
+from distill.objectives.base import Needs, StudentShape, TeacherShape
 from distill.objectives.talas import Talas
 from distill.run import check_run, run
 from distill.student import Student, student_shape
@@ -383,6 +383,15 @@ def test_a_projection_that_was_not_learned_is_refused_before_training(
     with pytest.raises(ConfigError, match="learned no projection"):
         run(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_projection_into_a_space_that_is_trained_in_anyway_is_refused_with_the_way_out(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    config = six_steps(toy_cache, tiny_student, tmp_path / "run", "export.projection=true")
+    objective = Talas(StudentShape(16, 2, "mean"), TeacherShape(16), head="identity")
+    with pytest.raises(ConfigError, match=r"in the teacher's space; leave export\.projection off"):
+        learned_projection(config, objective)
 
 
 def test_the_projection_is_exported_where_it_is_asked_for(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
