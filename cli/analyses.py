@@ -14,6 +14,7 @@ from cli.common import check_output, common_options, emit, say
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the tasks' files.")
 @click.option("--retrieval", type=click.Path(path_type=Path), help="Folder of a collection in BEIR layout.")
 @click.option("--teacher", metavar="MODEL", help="The runs' teacher, for texts that their cache lacks.")
+@click.option("--cache", type=click.Path(path_type=Path), help="The runs' cache, where it is not where it was.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the runs' models.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="An option, such as curvature.texts=64.")
 @common_options

@@ -20,6 +20,7 @@ from distill.student import Student, student_shape
 from distill.targets import Targets
 from distill.trainer import Distillation
 from teacher_cache.cache import TeacherCache
+from teacher_cache.errors import CacheNotFound
 
 
 class TrainedRun:
@@ -55,16 +56,16 @@ class TrainedRun:
                 )
 
     @classmethod
-    def open(cls, folder: Path, *, trust_remote_code: bool = False) -> Self:
-        """The run of a folder and the cache that its record names.
+    def open(cls, folder: Path, *, cache: Path | None = None, trust_remote_code: bool = False) -> Self:
+        """The run of a folder and its cache.
 
         Args:
+            cache: where it lies by now; None is where the run's record says.
             trust_remote_code: run code that comes with the run's models. What its settings say does not count: a run
                 folder may be somebody else's.
 
         Raises:
-            RunFolderError: no run is there, or its space or corpus is another by now.
-            CacheError: its cache is not there.
+            RunFolderError: no run is there, its cache is not, or its space or corpus is another by now.
         """
         folder = Path(folder)
         record = read_record(folder)
@@ -72,15 +73,20 @@ class TrainedRun:
             raise RunFolderError(f"{folder} holds no run ({RECORD} is missing); name what `distill run` wrote")
         config = settled(folder, RunConfig.load(folder / CONFIG))
         # Settings name the cache as seen from where the run was started, the record by its whole path.
-        cache = TeacherCache.open(record["cache"])
+        place = str(cache or record["cache"])
+        try:
+            table = TeacherCache.open(place)
+        except CacheNotFound as error:
+            raise RunFolderError(
+                f"{folder} was trained on the cache {place}, which is not there; if it was moved, name it with --cache"
+            ) from error
         try:
             trusted = config.student.trust_remote_code and trust_remote_code
             student = replace(config.student, trust_remote_code=trusted)
             teacher = replace(config.teacher, trust_remote_code=config.teacher.trust_remote_code and trust_remote_code)
-            settings = replace(config, cache=record["cache"], student=student, teacher=teacher)
-            return cls(folder, settings, record, cache)
+            return cls(folder, replace(config, cache=place, student=student, teacher=teacher), record, table)
         except BaseException:
-            cache.close()
+            table.close()
             raise
 
     def __enter__(self) -> Self:

@@ -98,6 +98,7 @@ def analyze(
     data: Path | None = None,
     retrieval: Path | None = None,
     teacher: str | None = None,
+    cache: Path | None = None,
     trust_remote_code: bool = False,
     announce: Callable[[str], None] = lambda line: None,
     made: Callable[[str, dict[str, Any]], None] = lambda name, record: None,
@@ -108,7 +109,7 @@ def analyze(
         names: of `ANALYSES`, or "package.module:Class"; None is all that can be done with the run and what is given:
             the others are announced with the reason, and an error only if none is left.
         options: by name of the analysis.
-        trust_remote_code: see `TrainedRun.open`.
+        cache, trust_remote_code: see `TrainedRun.open`.
         made: is given the name and the record of each as soon as it is kept, whatever comes of the next.
 
     Returns:
@@ -138,7 +139,7 @@ def analyze(
     }
     records: dict[str, dict[str, Any]] = {}
     refused: list[Exception] = []
-    with TrainedRun.open(folder, trust_remote_code=trust_remote_code) as run:
+    with TrainedRun.open(folder, cache=cache, trust_remote_code=trust_remote_code) as run:
         step = (run.record.get("exported") or {}).get("step", run.record.get("steps"))
         for name, analysis in analyses.items():
             announce(f"{name} of {folder}")

@@ -59,6 +59,8 @@ def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "
         MissingDependency: scikit-learn or SciPy is absent.
     """
     data = Path(data)
+    if not data.is_dir():
+        raise EvaluationError(f"{data}: there is no such folder; name the one that holds the tasks' files")
     tasks = []
     for name in NINE if names is None else names:
         if name not in NINE and ":" not in name:
@@ -161,7 +163,7 @@ def _evaluated(
             require_one_space(options.model, own[TEXT].space, theirs[TEACHER].space)
         except EvaluationError as error:
             evaluator = Evaluator(without_approximation(chosen, str(error), announce))
-    return evaluator({**own, **theirs}, options.model)
+    return evaluator({**theirs, **own}, options.model)  # a missing vector is noticed before anything is encoded
 
 
 class Evaluator:

@@ -42,15 +42,19 @@ def task_table(reports: Mapping[str, Report]) -> Table:
         same = len(counts) == 1
         table.add_row(
             f"average {label}",
-            f"{counts.pop()} tasks" if same else "",
+            _tasks(counts.pop()) if same else "",
             *(
                 ("-" if average.score is None else f"{average.score:.1f}")
-                + ("" if same else f" ({average.tasks} tasks)")
+                + ("" if same else f" ({_tasks(average.tasks)})")
                 for average in averages
             ),
         )
     table.caption = "; ".join(_notes(reports))
     return table
+
+
+def _tasks(count: int) -> str:
+    return f"{count} task" if count == 1 else f"{count} tasks"
 
 
 def _cell(task: TaskScore | None) -> str:

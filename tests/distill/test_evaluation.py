@@ -459,7 +459,7 @@ def test_the_table_has_a_row_a_task_and_a_column_a_model() -> None:
     assert "task metric before after" in lines
     assert "stsb * spearman 55.9 80.0" in lines
     assert "sick spearman 61.1 70.0" in lines
-    assert "average in-domain 1 tasks 55.9 80.0" in lines
+    assert "average in-domain 1 task 55.9 80.0" in lines
     assert "average all 2 tasks 58.5 75.0" in lines
     assert "* in-domain" in lines
 
@@ -469,7 +469,7 @@ def test_the_table_shows_a_gap_as_a_dash_and_says_over_how_many_tasks_each_avera
         {"a": report_of(sick=scored(60, "out")), "b": report_of(sick=scored(50, "out"), x=scored(0, "out"))}
     )
     assert "x spearman - 0.0" in lines
-    assert "average all 60.0 (1 tasks) 25.0 (2 tasks)" in lines
+    assert "average all 60.0 (1 task) 25.0 (2 tasks)" in lines
     assert "average in-domain 0 tasks - -" in lines
 
 

@@ -174,6 +174,18 @@ def test_texts_that_were_held_out_stay_so_or_the_run_is_refused(
         run(config)
 
 
+def test_a_cache_that_was_moved_can_be_named(finished: Path, toy_cache: Path, tmp_path: Path) -> None:
+    copy, moved = tmp_path / "copy", tmp_path / "moved"
+    shutil.copytree(finished, copy)
+    shutil.copytree(toy_cache, moved)
+    record = json.loads((copy / "run.json").read_text()) | {"cache": str(tmp_path / "gone")}
+    (copy / "run.json").write_text(json.dumps(record))
+    with pytest.raises(RunFolderError, match="gone, which is not there; if it was moved, name it with --cache"):
+        TrainedRun.open(copy)
+    with TrainedRun.open(copy, cache=moved) as trained:
+        assert trained.cache.path == moved
+
+
 def test_a_run_folder_does_not_say_whose_code_is_trusted(finished: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
