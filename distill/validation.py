@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from distill.config import EvaluationConfig
 from distill.errors import ConfigError
 from distill.evaluation.base import Encoder, Task
 from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
+from distill.evaluation.scores import digests
 
 # Of the nine, those whose validation file chooses nothing, and why.
 UNFIT = {
@@ -61,8 +61,7 @@ class Validation:
         """
         for task in self.tasks:
             task.inputs()
-        paths = {path.name: path for task in self.tasks for path in task.files()}
-        return {name: _digest(path) for name, path in sorted(paths.items())}
+        return digests(self.tasks)
 
     def __call__(self, student: Encoder) -> dict[str, float]:
         """`average` over the tasks, each task's score under its name, and the `seconds` that it all took.
@@ -122,8 +121,3 @@ def _random_numbers_apart() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numbers)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from distill.errors import ConfigError
 from distill.evaluation.base import Task
 from distill.evaluation.evaluator import evaluate_model, nine_tasks
 from distill.run_folder import FINAL, SCORES, read_record
-from teacher_cache.storage.files import replacing
+from teacher_cache.storage.files import digest, replacing
 from teacher_cache.teachers import TeacherOptions, resolve
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -49,15 +48,15 @@ def depends_on(options: TeacherOptions, tasks: Sequence[Task] = ()) -> dict[str,
     Args:
         options: as the model is evaluated, its precision settled.
     """
+    space = resolve(options).space
+    return {"dtype": space.dtype, "weights": space.weights, "files": digests(tasks)}
+
+
+def digests(tasks: Sequence[Task]) -> dict[str, str]:
+    """Of the tasks' files, by name; by path where two collections' files are called the same."""
     paths = sorted({path for task in tasks for path in task.files() if path.is_file()})
     names = Counter(path.name for path in paths)
-    space = resolve(options).space
-    return {
-        "dtype": space.dtype,
-        "weights": space.weights,
-        # Two collections' files are called the same.
-        "files": {path.name if names[path.name] == 1 else str(path): _digest(path) for path in paths},
-    }
+    return {path.name if names[path.name] == 1 else str(path): digest(path).hex() for path in paths}
 
 
 def finite(value: Any) -> Any:
@@ -130,8 +129,3 @@ def score(
     report = evaluate_model(options, data, names=names, announce=hear)
     record: dict[str, Any] = finite(report.to_json())
     return record | {"asked": said[-1]} | depends_on(options, nine_tasks(data, names))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()

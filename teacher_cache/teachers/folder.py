@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from teacher_cache.errors import TeacherError
+from teacher_cache.storage.files import digest
 from teacher_cache.tokens import TokenShape
 
 # A run folder has this record, and its student in this folder.
@@ -245,8 +246,8 @@ class ModelFolder:
         paths = sorted(set(files), key=self._relative)
         # Hashing releases the interpreter lock: the shards of a large model are read side by side.
         with ThreadPoolExecutor(max_workers=8) as pool:
-            for path, digest in zip(paths, pool.map(_file_digest, paths), strict=True):
-                total.update(self._relative(path).encode() + b"\0" + digest)
+            for path, found in zip(paths, pool.map(digest, paths), strict=True):
+                total.update(self._relative(path).encode() + b"\0" + found)
         return total.hexdigest()
 
     def _relative(self, path: Path) -> str:
@@ -291,11 +292,6 @@ def _without(record: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]
         for key, value in record.items()
         if key not in names
     }
-
-
-def _file_digest(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file_digest(file, lambda: blake2b(digest_size=16)).digest()
 
 
 def _read_text(path: Path) -> str:
