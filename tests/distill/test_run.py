@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,12 +82,14 @@ def test_a_run_leaves_its_settings_its_record_its_curve_and_the_student(
     with TeacherCache.open(toy_cache) as cache:
         assert record["space"]["fingerprint"] == cache.space().space.fingerprint
         assert record["corpus"]["fingerprint"] == cache.corpus("sentences").record.fingerprint
-    assert record["corpus"] | {"fingerprint": ""} == {
+    assert re.fullmatch("[0-9a-f]{32}", record["corpus"]["held_out_digest"])
+    assert record["corpus"] | {"fingerprint": "", "held_out_digest": ""} == {
         "name": "sentences",
         "fingerprint": "",
         "records": 400,
         "distinct": 360,
         "held_out": 45,  # an eighth of 360
+        "held_out_digest": "",
     }
     assert record["student"]["name"] == "tiny-bert"
     assert (record["student"]["dim"], record["student"]["layers"]) == (16, 2)
