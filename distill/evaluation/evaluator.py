@@ -59,8 +59,6 @@ def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "
         MissingDependency: scikit-learn or SciPy is absent.
     """
     data = Path(data)
-    if not data.is_dir():
-        raise EvaluationError(f"{data}: there is no such folder; name the one that holds the tasks' files")
     tasks = []
     for name in NINE if names is None else names:
         if name not in NINE and ":" not in name:
@@ -73,6 +71,8 @@ def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "
         own_name = name.rpartition(":")[2]
         tasks.append(load_task(kind)(own_name, data, domain=domain, split=split))
     missing = [path.name for task in tasks for path in task.files() if not path.is_file()]
+    if missing and not data.is_dir():
+        raise EvaluationError(f"{data}: there is no such folder; name the one that holds the tasks' files")
     if missing:
         raise EvaluationError(f"{data}: missing {', '.join(missing)}; put the files there, or name the tasks to run")
     return tasks

@@ -161,7 +161,7 @@ def test_two_names_that_would_be_one_get_a_digest_each_that_stays(
         ({"runs": [{"name": "a"}], "gpus_per_run": 2.0, "workers": "ray"}, "gpus_per_run is 2"),
         ({"runs": [{"name": "a"}], "workers": "spark"}, "unknown workers 'spark'"),
         ({"runs": [{"name": "a"}], "tasks": ["stsb"]}, "no data to score on"),
-        ({"runs": [{"name": "a"}], "data": "/nowhere", "tasks": ["stsb"]}, "missing stsb_test.csv"),
+        ({"runs": [{"name": "a"}], "data": "/nowhere", "tasks": ["stsb"]}, "/nowhere: there is no such folder"),
         ({"runs": [{"name": "a"}], "data": "/nowhere", "tasks": ["sstb"]}, "did you mean 'stsb'"),
         ({"runs": [{"name": "a"}], "data": "/nowhere", "dtype": "fp8"}, "dtype is 'fp8'; expected auto, fp32 or bf16"),
         ({"runs": [{"name": "a"}], "output_dir": None}, "output_dir is not set"),
