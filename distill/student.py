@@ -3,7 +3,7 @@
 Pooling is one property, used alike in training, evaluation and export.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -142,7 +142,6 @@ class Student(nn.Module):
     def _pooled(self, states: Sequence[Tensor], attention_mask: Tensor) -> Tensor:
         return torch.stack([pool(state, attention_mask, self.pooling) for state in states])
 
-    @torch.no_grad()
     def encode(
         self, texts: Sequence[str], *, projection: Tensor | None = None, batch: int = 64
     ) -> npt.NDArray[np.float32]:
@@ -151,12 +150,28 @@ class Student(nn.Module):
         Args:
             projection: `(d, d_s)` weight that carries them into another space; the result is `(n, d)`.
         """
+        vectors = np.empty((len(texts), self.shape.dim), dtype=np.float32)
+        for chosen, layers in self._passes(texts, batch):
+            vectors[chosen] = layers[-1].float().cpu().numpy()
+        if projection is not None:
+            vectors = vectors @ projection.detach().float().cpu().numpy().T
+        return vectors
+
+    def encode_layers(self, texts: Sequence[str], *, batch: int = 64) -> npt.NDArray[np.float32]:
+        """`(L + 1, n, d_s)` float32 pooled states of every layer, as `encode` gives those of the last."""
+        states = np.empty((self.shape.layers + 1, len(texts), self.shape.dim), dtype=np.float32)
+        for chosen, layers in self._passes(texts, batch):
+            states[:, chosen] = layers.float().cpu().numpy()
+        return states
+
+    @torch.no_grad()
+    def _passes(self, texts: Sequence[str], batch: int) -> Iterator[tuple[npt.NDArray[np.int64], Tensor]]:
+        """Places of texts of similar length, and what `forward` says of them; without dropout."""
         was_training = self.training
         self.eval()
         device = next(self.parameters()).device
         lengths = [len(text) for text in texts]
         order = np.argsort(lengths, kind="stable")
-        vectors = np.empty((len(texts), self.shape.dim), dtype=np.float32)
         for start in range(0, len(texts), batch):
             chosen = order[start : start + batch]
             tokens = self.tokenizer(
@@ -166,12 +181,8 @@ class Student(nn.Module):
                 max_length=self.max_length,
                 return_tensors="pt",
             ).to(device)
-            layers = self(tokens["input_ids"], tokens["attention_mask"])
-            vectors[chosen] = layers[-1].float().cpu().numpy()
+            yield chosen, self(tokens["input_ids"], tokens["attention_mask"])
         self.train(was_training)
-        if projection is not None:
-            vectors = vectors @ projection.detach().float().cpu().numpy().T
-        return vectors
 
     def save_encoder(self, folder: Path) -> None:
         """Encoder (safetensors) and tokenizer as a plain transformers folder."""

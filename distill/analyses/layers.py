@@ -15,23 +15,20 @@ dimensions even for unrelated states. It asks for no common width and does not s
 large `drift` is a layer that was turned, not reordered. `gaps` is what TALAS's layer term (LASD) makes small.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from distill.analyses.base import Analysis, whole_number
 from distill.errors import EvaluationError
 from distill.evaluation.base import unit_rows
-from distill.student import Student
 from distill.trained_run import TrainedRun
 
 # Cosines of float32 states are known to about 1e-6: a layer whose centred ones are smaller tells no texts apart.
 SMALLEST_SPREAD = 1e-6
 FEWEST_TEXTS = 4
-BATCH = 32
 
 Matrix = npt.NDArray[np.float64]
 
@@ -62,8 +59,8 @@ class Layers(Analysis):
         """
         rows, held_out = shown_rows(run, self.texts)
         texts = run.cache.texts(rows)
-        before = pooled_layers(run.starting().student, texts)
-        after = pooled_layers(run.load().student, texts)
+        before = run.starting().student.encode_layers(texts)
+        after = run.load().student.encode_layers(texts)
         return compare_layers(before, after, run.space.gather(rows)) | {"held_out": held_out}
 
     @staticmethod
@@ -90,25 +87,6 @@ def shown_rows(run: TrainedRun, count: int) -> tuple[npt.NDArray[np.int64], bool
     if not held_out:
         rows = np.setdiff1d(run.manifest.distinct_rows(run.cache.rows), refused)
     return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64))], held_out
-
-
-@torch.no_grad()
-def pooled_layers(student: Student, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-    """`(L + 1, n, d_s)` pooled states of every layer, without dropout, the student's prompt in front of each text."""
-    shape = student.eval().shape
-    layers = np.empty((shape.layers + 1, len(texts), shape.dim), dtype=np.float32)
-    order = np.argsort([len(text) for text in texts], kind="stable")
-    for start in range(0, len(texts), BATCH):
-        chosen = order[start : start + BATCH]
-        tokens = student.tokenizer(
-            [student.prompt + texts[place] for place in chosen.tolist()],
-            padding=True,
-            truncation=True,
-            max_length=student.max_length,
-            return_tensors="pt",
-        )
-        layers[:, chosen] = student(tokens["input_ids"], tokens["attention_mask"]).numpy()
-    return layers
 
 
 def compare_layers(before: npt.NDArray[Any], after: npt.NDArray[Any], teacher: npt.NDArray[Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill.analyses.layers import Layers, centred_cosines, compare_layers, likeness, pooled_layers, shown_rows
+from distill.analyses.layers import Layers, centred_cosines, compare_layers, likeness, shown_rows
 from distill.errors import ConfigError, EvaluationError
 from distill.run import run
 from distill.student import Student
@@ -126,13 +126,13 @@ def test_fewer_than_four_texts_are_refused() -> None:
 
 
 def test_pooled_layers_are_those_of_each_text_alone(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
-    student = Student.load(tiny_config(toy_cache, tiny_student, tmp_path).student)
+    student = Student.load(tiny_config(toy_cache, tiny_student, tmp_path).student).eval()
     texts = ["the cat sat on the mat and ran", "sea", "a river ran through the old town"]
-    together = pooled_layers(student, texts)
+    together = student.encode_layers(texts)
     assert together.shape == (student.shape.layers + 1, 3, student.shape.dim)
     assert not student.training
     for place, text in enumerate(texts):
-        alone = pooled_layers(student, [text])
+        alone = student.encode_layers([text])
         assert np.abs(together[:, place] - alone[:, 0]).max() < 1e-5
     assert np.abs(together[-1] - student.encode(texts)).max() < 1e-5
 
