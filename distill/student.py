@@ -5,6 +5,7 @@ Pooling is one property, used alike in training, evaluation and export.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.internals import capture_internals
 from distill.objectives.base import Internals, Needs, StudentShape, TokenStates
+from distill.pieces import Piece, in_order, pieces
 from teacher_cache.align import STUDENT_LENGTH
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
@@ -37,7 +40,11 @@ class Student(nn.Module):
         max_length: tokens, specials included.
         name: hub id or folder name, for people.
         digests: of the files it was loaded from, "weights" and "tokenizer".
+        recompute_pieces: of a forward pass keep the pooled states alone; a piece of the batch is encoded again, with
+            the same dropout masks, when its gradient is due.
     """
+
+    recompute_pieces: bool = False
 
     def __init__(
         self,
@@ -59,6 +66,9 @@ class Student(nn.Module):
         self.name = name
         self.digests = dict(digests or {})
         self._with_positions = needs_position_ids(encoder, str(tokenizer.padding_side))
+        # RoBERTa-like models find their positions from the ids where padding comes first.
+        positions_known = self._with_positions or tokenizer.padding_side == "right"
+        self._takes_embeddings = positions_known and "inputs_embeds" in signature(encoder.forward).parameters
 
     @classmethod
     def load(cls, config: StudentConfig) -> Self:
@@ -109,7 +119,27 @@ class Student(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`(L + 1, n, d_s)` float32: the pooled state of the embedding layer and of each block."""
-        return self._pooled(self._encode(input_ids, attention_mask).hidden_states, attention_mask)
+        found = self.pieces(attention_mask)
+        # Looked up once: every look-up has a gradient of the whole table.
+        name, inputs = "input_ids", input_ids
+        if self._takes_embeddings and len(found) > 1:
+            encoder: Any = self.encoder
+            name, inputs = "inputs_embeds", encoder.get_input_embeddings()(input_ids)
+        states = []
+        for piece in found:
+            its = (inputs[piece.rows, piece.columns], attention_mask[piece.rows, piece.columns])
+            if self.recompute_pieces and torch.is_grad_enabled():
+                states.append(checkpoint(self._piece, name, *its, use_reentrant=False))
+            else:
+                states.append(self._piece(name, *its))
+        return in_order(found, states)
+
+    def pieces(self, attention_mask: Tensor) -> list[Piece]:
+        """How a batch is worked through."""
+        return pieces(attention_mask)
+
+    def _piece(self, name: str, inputs: Tensor, attention_mask: Tensor) -> Tensor:
+        return self._pooled(self._encode(attention_mask, **{name: inputs}).hidden_states, attention_mask)
 
     def forward_tokens(
         self, input_ids: Tensor, attention_mask: Tensor, special: Tensor, needs: Needs
@@ -128,16 +158,15 @@ class Student(nn.Module):
                 stack.enter_context(watching(self.encoder, visit=maps.visit))
             if needs.internals:
                 passes = stack.enter_context(capture_internals(self.encoder))
-            said = self._encode(input_ids, attention_mask)
+            said = self._encode(attention_mask, input_ids=input_ids)
         internals = passes[0].take(torch.arange(batch, device=special.device)) if passes else None
         tokens = token_states(said.last_hidden_state, special, maps, internals)
         return self._pooled(said.hidden_states, attention_mask), tokens
 
-    def _encode(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    def _encode(self, attention_mask: Tensor, **inputs: Tensor) -> Any:
         if self._with_positions:
             inputs["position_ids"] = position_ids(attention_mask)
-        return self.encoder(**inputs, output_hidden_states=True)
+        return self.encoder(**inputs, attention_mask=attention_mask, output_hidden_states=True)
 
     def _pooled(self, states: Sequence[Tensor], attention_mask: Tensor) -> Tensor:
         return torch.stack([pool(state, attention_mask, self.pooling) for state in states])

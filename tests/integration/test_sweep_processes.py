@@ -16,12 +16,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from distill.checkpoints import checkpoints, step_of
 from tests.distill.tiny_tasks import TASKS, write_tasks
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
-STEPS = 14
+STEPS = 60
 COMMAND = [sys.executable, "-c", "from cli.distill import main; main()", "sweep"]
 
 
@@ -29,7 +30,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def write_sweep(path: Path, cache: Path, student: Path, **settings: Any) -> Path:
+def write_sweep(path: Path, cache: Path, student: Path, *, steps: int = STEPS, **settings: Any) -> Path:
     """A checkpoint every step, so that a kill meets runs in the middle."""
     base = {
         "cache": str(cache),
@@ -38,7 +39,7 @@ def write_sweep(path: Path, cache: Path, student: Path, **settings: Any) -> Path
         "sharpness": {"name": "asam"},
         "data": {"window": 256},
         "training": {
-            "max_steps": STEPS,
+            "max_steps": steps,
             "save_steps": 1,
             "per_device_train_batch_size": 20,
             "precision": "fp32",
@@ -66,9 +67,10 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
     return process.returncode, json.loads(out) if out else {}, err
 
 
-def wait_for(sign: Path, process: subprocess.Popen[str]) -> None:
-    while not sign.exists():
-        assert process.poll() is None, f"ended by itself before {sign} was there: {process.communicate()}"
+def wait_for_step(step: int, folder: Path, process: subprocess.Popen[str]) -> None:
+    """Until the run in that folder is that far; the very checkpoint may come and go between two looks."""
+    while max(map(step_of, checkpoints(folder)), default=0) < step:
+        assert process.poll() is None, f"ended by itself before step {step} of {folder}: {process.communicate()}"
         time.sleep(0.005)
 
 
@@ -131,7 +133,7 @@ def test_killed_runs_and_a_killed_sweep_end_with_the_same_students(
     folder = tmp_path / "killed"
     # The first run is killed: the second goes on, the sweep says what happened.
     process = begin(path)
-    wait_for(folder / "talas-seed=1" / "checkpoint-4", process)
+    wait_for_step(4, folder / "talas-seed=1", process)
     (run,) = psutil.Process(process.pid).children()
     run.kill()
     code, record, _ = ended(process)
@@ -141,7 +143,7 @@ def test_killed_runs_and_a_killed_sweep_end_with_the_same_students(
     finished = mtimes(folder / "simcse-seed=1")
     # The sweep is killed: its run ends too, and the next sweep begins at once.
     process = begin(path)
-    wait_for(folder / "talas-seed=1" / "checkpoint-8", process)
+    wait_for_step(STEPS // 2, folder / "talas-seed=1", process)
     (run,) = psutil.Process(process.pid).children()
     process.kill()
     process.communicate()
@@ -149,7 +151,7 @@ def test_killed_runs_and_a_killed_sweep_end_with_the_same_students(
     assert not run.is_running()
     assert code == 0, err
     assert record["finished_before"] == 1
-    assert json.loads((folder / "talas-seed=1" / "run.json").read_text())["resumed_from"] >= 7
+    assert json.loads((folder / "talas-seed=1" / "run.json").read_text())["resumed_from"] >= STEPS // 2 - 1
     assert mtimes(folder / "simcse-seed=1") == finished
     for name in ("talas-seed=1", "simcse-seed=1"):
         assert_equal_runs(folder / name, whole / name)
@@ -157,11 +159,11 @@ def test_killed_runs_and_a_killed_sweep_end_with_the_same_students(
 
 def test_ctrl_c_ends_the_runs_too(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     path = write_sweep(
-        tmp_path / "stopped.yaml", toy_cache, tiny_student, grid={"training.seed": [1, 2, 3]}, parallel=2
+        tmp_path / "stopped.yaml", toy_cache, tiny_student, grid={"training.seed": [1, 2, 3]}, parallel=2, steps=100_000
     )
     process = begin(path)
     for seed in (1, 2):
-        wait_for(tmp_path / "stopped" / f"seed={seed}" / "checkpoint-2", process)
+        wait_for_step(2, tmp_path / "stopped" / f"seed={seed}", process)
     runs = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
     code, _, err = ended(process)
