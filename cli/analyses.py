@@ -43,7 +43,10 @@ def analyze(runs: tuple[Path, ...], analyses: str | None, sets: tuple[str, ...],
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", nargs=-1, metavar="RUN...")
+@click.option(
+    "--bench", type=click.Path(path_type=Path), metavar="FILE", help="What `distill bench` measured, as JSON."
+)
 @click.option(
     "-o",
     "--output",
@@ -58,17 +61,24 @@ def analyze(runs: tuple[Path, ...], analyses: str | None, sets: tuple[str, ...],
 @click.option("--baseline", metavar="MODEL|SCORES", help="The student before training, or its scores.")
 @click.option("--teacher", metavar="MODEL|SCORES", help="The teacher, or its scores: what the others are shares of.")
 @common_options
-def report(runs: tuple[str, ...], output: Path, tasks: str | None, **asked: Any) -> None:
+def report(runs: tuple[str, ...], bench: Path | None, output: Path, tasks: str | None, **asked: Any) -> None:
     """One page about runs: scores, learning curves, analyses, cost. It opens from disk and needs nothing else.
 
     RUN is a run folder, a folder of run folders, or any other model. SCORES is a file of `distill eval -o`.
     """
+    from dataclasses import replace
+
+    from distill.report.bench import read_bench
     from distill.report.data import report_data
     from distill.report.html import check_page, write_report
 
     check_output(output)
     check_page(output)
+    if not runs and bench is None:
+        raise click.UsageError("nothing to report: name runs, or measurements with --bench")
+    measured = {} if bench is None else read_bench(bench)
     data = report_data(runs, tasks=tasks.split(",") if tasks else None, announce=say, **asked)
+    data = replace(data, bench=measured)
     page, beside, *pictures = write_report(data, output)
     plots = [f"plots: {len(pictures)} PNG files in {pictures[0].parent}"] if pictures else []
     emit(data.to_json(), lambda: [f"report: {page}", f"data: {beside}", *plots])

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.analyses import analyze, report
+from cli.bench import bench
 from cli.common import CONTEXT, Commands, cache_option, check_output, common_options, emit, meta, progress_bar, say
 from cli.evaluation import evaluate
+from cli.planning import plan
 
 if TYPE_CHECKING:
     from distill.callbacks import TrainingProgress
@@ -24,6 +26,8 @@ def main() -> None:
 main.add_command(analyze)
 main.add_command(report)
 main.add_command(evaluate)
+main.add_command(plan)
+main.add_command(bench)
 
 
 class RunCommand(click.Command):
@@ -114,7 +118,9 @@ def run(
         if result.resumed_from:
             told.append(f"went on from step {result.resumed_from:,}")
         loss = "" if result.loss is None else f", last loss {result.loss:.4f}"
-        told.append(f"{result.steps:,} steps in {result.seconds:.0f} s{loss}")
+        share = result.data_wait_share
+        waited = "" if share is None else f", {share:.1%} of the steps' time waited for data"
+        told.append(f"{result.steps:,} steps in {result.seconds:.0f} s{loss}{waited}")
         told += agreement_lines(result.agreement)
         told.append(f"student: {result.final}")
         return told

@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import TrainingArguments
 from distill.config import RunConfig
 from distill.errors import ConfigError
 from distill.objectives.base import Objective
+from teacher_cache.errors import MissingDependency
 
 LINEAR_CYCLES = "linear_cycles"
 
@@ -24,8 +26,14 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
 
     Raises:
         ConfigError: an argument that Trainer does not know or accept, or a run too short to train the student.
+        MissingDependency: 8-bit optimiser states without the library that keeps them.
     """
     training = config.training
+    if "bnb" in training.optim and find_spec("bitsandbytes") is None:
+        raise MissingDependency(
+            f"training.optim={training.optim} needs bitsandbytes: pip install 'teacher-cache[low-memory]', or leave "
+            "training.optim out"
+        )
     steps_an_epoch = math.ceil(batches / training.gradient_accumulation_steps)
     if steps_an_epoch < 1:
         raise ConfigError(
@@ -56,6 +64,8 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
         "lr_scheduler_kwargs": cosine_floor,
         "warmup_steps": int(training.warmup_ratio * total),
         "max_grad_norm": training.max_grad_norm,
+        "optim": training.optim,
+        "activation_checkpointing": training.memory == "low",
         "bf16": precision == "bf16",
         # Unless this is said, Trainer refuses bf16 on a processor, and several processes without a GPU
         # would each train alone.

@@ -32,15 +32,12 @@ class TrainingProgress:
 
 
 class EpochOrder(TrainerCallback):
-    """Tells the sampler which epoch begins, counted in steps, so that a resumed run agrees; ends reading ahead."""
+    """Tells the sampler which epoch begins, counted in steps, so that a resumed run agrees."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loader = kwargs["train_dataloader"]
         steps_an_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
         loader.batch_sampler.set_epoch(state.global_step // steps_an_epoch)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        kwargs["train_dataloader"].dataset.close()
 
 
 class Stages(TrainerCallback):
@@ -80,10 +77,12 @@ class StepClock(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ended = time.perf_counter()  # the next step's data did not wait for it
 
-    on_save = on_evaluate
+    on_save = on_log = on_evaluate
 
     def cost(self) -> dict[str, Any] | None:
-        """Medians and ninth deciles in seconds, and the peak of memory; None before a step was done.
+        """Medians and ninth deciles in seconds, the share of all time that was waited for data, and the peak of memory.
+
+        None before a step was done.
 
         On a GPU the peak is that of torch's allocations, on a processor that of the whole process's resident memory.
         """
@@ -97,6 +96,7 @@ class StepClock(TrainerCallback):
             "step_seconds_p50": float(np.median(steps)),
             "step_seconds_p90": float(np.quantile(steps, 0.9)),
             "data_seconds_p50": float(np.median(waits)),
+            "data_wait_share": float(waits.sum() / (waits.sum() + steps.sum())),
             "peak_memory_bytes": int(peak),
             "steps": len(steps),
             "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",

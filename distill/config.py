@@ -147,6 +147,10 @@ class TrainingConfig:
         lr_scheduler_type: a name of transformers', or "linear_cycles": down in a straight line, `cycles` times.
         min_lr_rate: the share of the learning rate at which a cosine "with_min_lr" or a cycle ends.
         precision: "auto" is bf16 where the GPU or processor has it, else fp16 on a GPU, fp32 on a processor.
+        memory: "low" keeps only the pooled states of the forward pass and computes the others again, block by block,
+            for the backward pass: the gradients are the same, the step is slower.
+        optim: a name of transformers'; "adamw_bnb_8bit" keeps Adam's states in 8 bits.
+        freeze_embeddings: leave the student's word embeddings as they are; they have no optimiser state then.
         max_steps: optimiser steps; -1 trains `num_train_epochs`.
         save_steps: optimiser steps between checkpoints.
         arguments: further `transformers.TrainingArguments`.
@@ -165,6 +169,9 @@ class TrainingConfig:
     cycles: int = 1
     max_grad_norm: float = 0.0
     precision: str = "auto"
+    memory: str = "default"
+    optim: str = "adamw_torch_fused"
+    freeze_embeddings: bool = False
     seed: int = 42
     save_steps: int = 500
     save_total_limit: int = 2
@@ -302,6 +309,13 @@ class RunConfig:
         self._check_evaluation()
         if training.precision not in ("auto", "bf16", "fp16", "fp32"):
             raise ConfigError(f"training.precision is {training.precision!r}; expected auto, bf16, fp16 or fp32")
+        if training.memory not in ("default", "low"):
+            raise ConfigError(f"training.memory is {training.memory!r}; expected default or low")
+        if self.sharpness.name == "msam" and training.optim.endswith("8bit"):
+            raise ConfigError(
+                f"sharpness.name=msam reads the optimiser's momentum, which training.optim={training.optim} keeps in 8 "
+                "bits; use training.optim=adamw_torch_fused"
+            )
         own = {f.name: f"training.{f.name}" for f in fields(TrainingConfig)}
         own |= {"output_dir": "output_dir", "bf16": "training.precision", "fp16": "training.precision"}
         for name in training.arguments:

@@ -68,6 +68,7 @@ class RunResult:
         loss: mean of the last steps that were logged together; None when none was.
         agreement: of the student's own vectors `before` and `after`, and where a projection is exported of the
             `projected` ones; None when nothing was held out.
+        data_wait_share: of the time of the steps, what was waited for data; None when none was counted.
         validation: the `files` by digest, `keep`, `best_step`, `points` (each `step`, `epoch`, `validation`, `seconds`)
             and the `seconds` of all; None when the settings name no validation files.
     """
@@ -81,6 +82,7 @@ class RunResult:
     loss: float | None
     agreement: dict[str, Any] | None
     validation: dict[str, Any] | None = None
+    data_wait_share: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -380,6 +382,7 @@ def _result(folder: Path, record: dict[str, Any], *, finished_before: bool) -> R
         loss=record["loss"],
         agreement=record["agreement"],
         validation=record.get("validation"),
+        data_wait_share=(record.get("cost") or {}).get("data_wait_share"),
     )
 
 

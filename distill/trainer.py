@@ -23,8 +23,10 @@ from distill.checkpoints import STATE, WEIGHTS, is_whole
 from distill.config import RunConfig
 from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset, ShuffledDataset
+from distill.data.prefetch import PrefetchedBatches, as_it_is
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, NonFiniteLoss, RunFolderError
+from distill.memory import keep_embedding_states_exact, save_memory
 from distill.objectives.base import Internals, Objective, StudentOutput, TeacherTargets, TokenStates
 from distill.sharpness import AscentLoss, SharpnessAware
 from distill.sharpness.mixin import SharpnessMixin
@@ -46,10 +48,20 @@ class Distillation(nn.Module):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Trainer's `activation_checkpointing`; the non-reentrant kind, through which sharpness can differentiate."""
+        """Trainer's `activation_checkpointing`; the non-reentrant kind, through which sharpness can differentiate.
+
+        Raises:
+            ConfigError: the encoder's blocks cannot be computed again.
+        """
         encoder: Any = self.student.encoder
         kwargs = {**(activation_checkpointing_kwargs or {}), "use_reentrant": False}
-        encoder.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, **options)
+        try:
+            encoder.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, **options)
+        except ValueError as error:
+            raise ConfigError(
+                f"student {self.student.name!r} cannot compute its blocks again ({error}); set "
+                "training.arguments.activation_checkpointing=false"
+            ) from error
 
     # No **kwargs and nothing called `labels`: Trainer would take either as a sign to scale the loss itself.
     def forward(
@@ -128,6 +140,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
     ) -> None:
         self.config = config
         self.validation = validation
+        save_memory(model.student, config.training)
         # Since the last log: each term summed over steps, and how many steps that is.
         self._sums: dict[str, Tensor] = {}
         self._summed_steps = 0.0
@@ -191,27 +204,56 @@ class DistillTrainer(SharpnessMixin, Trainer):
             # Of the objective, not of the data set: an online teacher's run has the order of one on the cache.
             tokens=self.model.objective.needs.tokens,
         )
+        shuffled = ShuffledDataset(dataset, sampler.order, by_length=self.config.data.group_by_length)
+        # Loading processes read ahead by themselves, and an online teacher answers where the student is trained.
+        ahead = workers == 0 and self.data_collator.online is None
+        # A step takes all of its micro-batches at once.
+        batches = PrefetchedBatches(
+            shuffled, self.data_collator, sampler.following, self.args.gradient_accumulation_steps + 1
+        )
         return DataLoader(
-            ShuffledDataset(dataset, sampler.order, by_length=self.config.data.group_by_length),
+            batches if ahead else shuffled,
             batch_sampler=sampler,
-            collate_fn=self.data_collator,
+            collate_fn=as_it_is if ahead else self.data_collator,
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers and workers > 0,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """Trainer's own; no thread reads ahead any longer when it is left, however that is."""
+        try:
+            return super().train(*arguments, **options)
+        finally:
+            loader = self.callback_handler.train_dataloader
+            if loader is not None:
+                loader.dataset.close()
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Student and projections, each at its own learning rate; weight decay on all of both."""
+        """Student and projections, each at its own learning rate; weight decay on all of both, frozen ones left out.
+
+        Raises:
+            ConfigError: an optimiser that Trainer cannot make of these arguments.
+        """
         if self.optimizer is None:
             training, distillation = self.config.training, self.model
             groups = [
-                {"params": list(distillation.student.parameters()), "lr": training.learning_rate},
-                {"params": list(distillation.objective.parameters()), "lr": training.head_learning_rate},
+                {"params": [p for p in module.parameters() if p.requires_grad], "lr": rate}
+                for module, rate in (
+                    (distillation.student, training.learning_rate),
+                    (distillation.objective, training.head_learning_rate),
+                )
             ]
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, distillation)
+            try:
+                kind, options = self.get_optimizer_cls_and_kwargs(self.args, distillation)
+            except (ValueError, ImportError) as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"training.optim={training.optim} cannot be used: {reason}") from error
             options |= {"weight_decay": training.weight_decay}
             self.optimizer = kind([group for group in groups if group["params"]], **options)
+            if options.get("optim_bits") == 8:
+                keep_embedding_states_exact(distillation.student)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -239,7 +281,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
             return super().ascent_loss(model, inputs, num_items_in_batch)
         outputs = model(**climbs.inputs(self.model.objective, inputs), climbs=climbs)
         loss = self._finite_loss(outputs)
-        if climbs.terms is not None:
+        if not climbs.whole(self.model.objective):
             return outputs["climbed"], None
         self._count(outputs["terms"])
         return outputs["climbed"], loss

@@ -1,5 +1,6 @@
 """Records to the tensors of a step: texts to tokens, what the teacher said to floats, tokens to their counterparts."""
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ class Collator:
     `teacher_tokens` (see `TokenStates`) and `alignment` `(B, n_s, n_T)`.
 
     Args:
-        tokenizer: the student's.
+        tokenizer: the student's; copied.
         prompt: put in front of every text.
         repeat: encode each text this many times (views under different dropout masks).
         needs: of the objective.
@@ -66,7 +67,8 @@ class Collator:
                 require_offsets(tokenizer)
             except TeacherError as error:
                 raise StudentError(f"the student cannot be used: {error}") from error
-        self.tokenizer = tokenizer
+        # Its own: every call sets how the tokenizer cuts and pads, and this one may be used in a thread.
+        self.tokenizer = copy.deepcopy(tokenizer)
         self.max_length = max_length
         self.prompt = prompt
         self.repeat = repeat

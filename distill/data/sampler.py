@@ -1,6 +1,6 @@
 """The order of training as a torch batch sampler: positions in shuffled epochs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -45,11 +45,20 @@ class StreamingSampler(Sampler[list[int]]):
         self.epoch = int(state["epoch"])
         self._skip = self._position = int(state["position"])
 
+    def following(self, batch: Sequence[int]) -> list[int]:
+        """The batch behind that one; behind the last one of an epoch, the first one of the next."""
+        epoch, position = divmod(batch[0], len(self.order))
+        number = position // self.order.batch + 1
+        return self._batch(epoch, number) if number < len(self) else self._batch(epoch + 1, 0)
+
+    def _batch(self, epoch: int, number: int) -> list[int]:
+        records, start = len(self.order), number * self.order.batch
+        begin = epoch * records
+        return list(range(begin + start, begin + min(start + self.order.batch, records)))
+
     def __iter__(self) -> Iterator[list[int]]:
         skip, self._skip = self._skip, 0
         self._position = skip
-        begin, batch, records = self.epoch * len(self.order), self.order.batch, len(self.order)
         for number in range(skip, len(self)):
             self._position = number + 1
-            start = number * batch
-            yield list(range(begin + start, begin + min(start + batch, records)))
+            yield self._batch(self.epoch, number)

@@ -21,6 +21,7 @@ FIGURES = {
     "agreement.projected.overlap": ("overlap projected", "ratio"),
     "cost.step_seconds_p50": ("s/step", "seconds"),
     "cost.data_seconds_p50": ("s/batch", "seconds"),
+    "cost.data_wait_share": ("wait for data", "percent"),
     "cost.peak_memory_bytes": ("peak memory", "bytes"),
     "student.parameters": ("parameters", "count"),
     "student.bytes": ("size", "bytes"),
@@ -170,4 +171,6 @@ def _number(value: float, form: str) -> str:
         return f"{value / 1000**power:.{max(0, power - 1)}f} {('kB', 'MB', 'GB')[power - 1]}"
     if form == "count":
         return f"{value / 1e6:.2f} M"
+    if form == "percent":
+        return f"{value:.1%}"
     return f"{value:.{ {'score': 2, 'ratio': 3, 'seconds': 4}[form] }f}"

@@ -26,6 +26,7 @@ UNITS = {
     "agreement.": "spearman: Spearman's rho, -1 to 1; overlap: share of neighbours, 0 to 1",
     "cost.step_seconds": "seconds an optimiser step; p50 is the median, p90 the ninth decile",
     "cost.data_seconds": "seconds of waiting for a batch, median",
+    "cost.data_wait_share": "0 to 1: of the time of all steps, what was waited for data",
     "cost.peak_memory_bytes": "bytes",
     "cost.steps": "timed optimiser steps",
     "student.bytes": "bytes of the weights on disk",
@@ -87,6 +88,7 @@ class ReportData:
         shares: group -> figure -> percent of the teacher's score that it keeps; empty without a teacher, and of an
             average only where it is over the same tasks as the teacher's.
         references: group -> "teacher", "before training" or "model", for those that are no runs.
+        bench: the record of `distill bench`; empty where none was given.
     """
 
     comparison: Comparison
@@ -94,6 +96,7 @@ class ReportData:
     tasks: Mapping[str, Mapping[str, str]]
     shares: Mapping[str, Mapping[str, float]]
     references: Mapping[str, str]
+    bench: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def analyses(self) -> list[str]:
@@ -110,6 +113,8 @@ class ReportData:
             "comparison": self.comparison.to_json(),
             "units": UNITS,
         }
+        if self.bench:
+            record["bench"] = dict(self.bench)
         return dict(finite(record))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distill.errors import ConfigError, RunFolderError
 from distill.report import sections
+from distill.report.bench import bench_tables
 from distill.report.comparison import notes
 from distill.report.data import FURTHER, ReportData, RunRecords
 from distill.report.drawing import Key, Plot, png, svg
@@ -160,6 +161,8 @@ def html(data: ReportData, drawn: Mapping[str, Sequence[Plot]]) -> str:
             for name in data.analyses
         ],
         cost=sections.cost_table(data),
+        bench=bench_tables(data.bench),
+        bench_drawings={drawing.plot.name: drawing for drawing in drawings("bench")},
         disk=sections.disk(data.runs),
         colour=_colour,
     )
@@ -170,7 +173,7 @@ def _colour(key: Key) -> str:
 
 
 def _title(data: ReportData) -> str:
-    names = [run.name for run in data.runs] or list(data.references)
+    names = [run.name for run in data.runs] or list(data.references) or ["what a step costs"]
     return ", ".join(names) if len(names) <= 4 else f"{len(names)} runs"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from distill.comparison import Figure
 from distill.report.answers import answer_plots
+from distill.report.bench import bench_plots
 from distill.report.curves import curves, validation
 from distill.report.data import BASELINE, TEACHER, ReportData
 from distill.report.drawing import Key, Panel, Plot, key_of, number_axes
@@ -16,13 +17,14 @@ OTHER_MARKER = "x"
 
 
 def plots(data: ReportData) -> dict[str, list[Plot]]:
-    """By what they show: "curves", "validation", "scores", and each analysis by name; those that have data."""
+    """By what they show: "curves", "validation", "scores", "bench", and each analysis by name; those that have data."""
     groups = dict.fromkeys(run.group for run in data.runs)
     keys = {name: key_of(place, name) for place, name in enumerate(groups)}
     found = {
         "scores": list(_scores(data, keys)),
         "curves": list(curves(data.runs, keys)),
         "validation": list(validation(data.runs, keys)),
+        "bench": list(bench_plots(data.bench)),
         **{name: list(answer_plots(name, data.runs, keys)) for name in data.analyses},
     }
     return {name: drawn for name, drawn in found.items() if drawn}

@@ -251,6 +251,7 @@ def cost_table(data: ReportData) -> Table | None:
                     Cell(_unit(cost.get("step_seconds_p50"), "s")),
                     Cell(_unit(cost.get("step_seconds_p90"), "s")),
                     Cell(_unit(cost.get("data_seconds_p50"), "s")),
+                    Cell(NOTHING if cost.get("data_wait_share") is None else f"{cost['data_wait_share']:.1%}"),
                     Cell(_duration(run.record.get("seconds"))),
                     Cell(_bytes(cost.get("peak_memory_bytes"))),
                     Cell(_bytes(known.get("student.bytes"))),
@@ -263,11 +264,11 @@ def cost_table(data: ReportData) -> Table | None:
         known = figures.get(name, {})
         if "student.bytes" in known:
             size = [Cell(_bytes(known["student.bytes"])), Cell(_millions(known.get("student.parameters")))]
-            rows.append((Cell(name), [*[Cell(NOTHING)] * 5, *size, Cell(NOTHING)]))
+            rows.append((Cell(name), [*[Cell(NOTHING)] * 6, *size, Cell(NOTHING)]))
     if not rows:
         return None
-    headers = ["s/step, median", "s/step, p90", "wait for a batch", "whole run", "peak memory", "weights", "parameters"]
-    return Table("what the runs cost", ["run", *headers, "device"], rows, ["device"]).known()
+    headers = ["s/step, median", "s/step, p90", "wait for a batch", "wait for data", "whole run", "peak memory"]
+    return Table("what the runs cost", ["run", *headers, "weights", "parameters", "device"], rows, ["device"]).known()
 
 
 def disk(runs: Sequence[RunRecords]) -> list[tuple[str, str]]:

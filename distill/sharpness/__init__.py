@@ -1,17 +1,18 @@
 """Sharpness-aware minimisation: the gradient is taken at a point near the weights, not at them.
 
-    none        one pass, no ascent
-    sam         the worst point of a ball                                        `distill.sharpness.ascent`
-    asam        of an ellipsoid along |w|, as the published TALAS code has it
-    asam-kwon   as the code of ASAM's authors has it
-    norm-only   asam on the parameters of normalisation layers alone
-    disam       sam, away from what drives the domains' losses apart            `distill.sharpness.disam`
-    looksam     sam at every k-th step, its direction kept for those between    `distill.sharpness.looksam`
-    msam        ahead along the optimizer's momentum, in one pass               `distill.sharpness.msam`
+    none           one pass, no ascent
+    sam            the worst point of a ball                                     `distill.sharpness.ascent`
+    asam           of an ellipsoid along |w|, as the published TALAS code has it
+    asam-kwon      as the code of ASAM's authors has it
+    norm-only      asam on the parameters of normalisation layers alone
+    norm-one-view  the same; of an objective that compares views of a text the first pass encodes one
+    disam          sam, away from what drives the domains' losses apart          `distill.sharpness.disam`
+    looksam        sam at every k-th step, its direction kept for those between  `distill.sharpness.looksam`
+    msam           ahead along the optimizer's momentum, in one pass             `distill.sharpness.msam`
 
 `norm-only` keeps the part of `asam` that does something: in a sentence encoder most of its perturbation sits on
 LayerNorm gains anyway. The first backward then computes no gradient of a matrix, and the copy of the weights is
-that of the gains and biases.
+that of the gains and biases (SAM-ON: Mueller et al., NeurIPS 2023, who perturb normalisation layers alone too).
 """
 
 import difflib
@@ -66,6 +67,10 @@ PRESETS: dict[str, Preset] = {
     "asam": Preset({"rho": 0.05, "parameters": "all", **_STEPS}, {"scaling": "abs"}),
     "asam-kwon": Preset({"rho": 0.5, "eta": 0.01, "parameters": "all", **_STEPS}, {"scaling": "kwon"}),
     "norm-only": Preset({"rho": 0.05, **_STEPS}, {"scaling": "abs", "parameters": "norms"}),
+    "norm-one-view": Preset(
+        {"rho": 0.05, "every": 1},
+        {"scaling": "abs", "parameters": "norms", "climbs": AscentLoss(first_view=True)},
+    ),
     "disam": Preset({"rho": 0.05, "parameters": "all", "variance_weight": 0.1, **_STEPS}, {"scaling": "none"}),
     # No ascent_terms: what is orthogonal to the gradient of a part of the loss is not orthogonal to descent.
     "looksam": Preset({"rho": 0.05, "parameters": "all", "every": 5, "alpha": 0.7}, kind=LookSam),

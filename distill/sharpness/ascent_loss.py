@@ -1,4 +1,4 @@
-"""What the first pass climbs where it is not the whole loss: some of an objective's terms, less DISAM's variance."""
+"""What the first pass climbs where it is not the whole loss: some of its terms, one view's, less DISAM's variance."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,14 +19,22 @@ class AscentLoss:
     Attributes:
         terms: names of the objective's terms; None is all of them.
         variance_weight: lambda of DISAM, 0 for other methods.
+        first_view: leave out the terms that compare two views, of an objective that has others.
     """
 
     terms: tuple[str, ...] | None = None
     variance_weight: float = 0.0
+    first_view: bool = False
 
     def one_view(self, objective: Objective) -> bool:
         """Whether it can be had without the second encoding of the texts."""
+        if self.first_view:
+            return objective.needs.views > 1 and not objective.second_view_terms.issuperset(objective.terms)
         return self.terms is not None and objective.second_view_terms.isdisjoint(self.terms)
+
+    def whole(self, objective: Objective) -> bool:
+        """Whether the objective's whole loss is known beside it."""
+        return self.terms is None and not self.one_view(objective)
 
     def inputs(self, objective: Objective, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A batch, without its second view where that is not needed: the first pass then encodes half as much.
@@ -48,8 +56,13 @@ class AscentLoss:
             found: the objective's terms of this batch.
 
         Raises:
-            ConfigError: a name that no term has, or DISAM without the texts' domains.
+            ConfigError: a name that no term has, no term at all, or DISAM without the texts' domains.
         """
+        if not found:
+            raise ConfigError(
+                "sharpness: with these options all terms of the objective compare two views, none is left for a first "
+                "pass over one; use norm-only"
+            )
         unknown = [name for name in self.terms or () if name not in found]
         if unknown:
             left_out = objective.second_view_terms if student.views < objective.needs.views else ()

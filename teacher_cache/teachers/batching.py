@@ -46,7 +46,9 @@ class LoadedModel:
 
 
 _BATCH_TOKENS_CUDA = 16384
-_BATCH_TOKENS_ELSEWHERE = 4096
+_BATCH_TOKENS_MPS = 4096
+# Of each thread of a processor: what one layer makes of them still fits into its caches.
+_BATCH_TOKENS_THREAD = 1024
 
 # Agreement of a text alone with the same text among padding. Rounding in bfloat16 stays above 0.9995.
 _SELF_CHECK_COSINE = 0.999
@@ -104,7 +106,7 @@ class BatchedEncoder:
         if batch_tokens is not None and batch_tokens < 1:
             raise TeacherError(f"batch tokens is {batch_tokens}, expected at least 1")
         self.space = space
-        self.batch_tokens = batch_tokens or (_BATCH_TOKENS_CUDA if device.type == "cuda" else _BATCH_TOKENS_ELSEWHERE)
+        self.batch_tokens = batch_tokens or _default_batch_tokens(device)
         self._device = device
         self._load_dtype = load
         self._request = request
@@ -346,6 +348,12 @@ class BatchedEncoder:
                 f"the attention maps of {self.space.teacher} have rows whose sum misses 1 by {worst:.3f}: they are "
                 "no softmax over the text's own tokens, and of no use as attention"
             )
+
+
+def _default_batch_tokens(device: torch.device) -> int:
+    if device.type == "cpu":
+        return min(_BATCH_TOKENS_CUDA, _BATCH_TOKENS_THREAD * torch.get_num_threads())
+    return _BATCH_TOKENS_CUDA if device.type == "cuda" else _BATCH_TOKENS_MPS
 
 
 def longest_first(lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:

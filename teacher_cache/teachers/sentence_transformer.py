@@ -161,11 +161,13 @@ def _loader(spec: TeacherSpec, files: ModelFolder, device: "torch.device") -> Ca
         from sentence_transformers import SentenceTransformer
 
         from teacher_cache.teachers.batching import LoadedModel
+        from teacher_cache.teachers.bfloat16 import multiply_in_bfloat16, rounds_linear_layers
         from teacher_cache.teachers.loading import loading, require_all_weights
 
+        rounds = rounds_linear_layers(dtype, device)
         # Said outright, as the folder's sentence_bert_config.json may say otherwise.
         weights = {"use_safetensors": has_safetensors(files.encoder), "weights_only": True}
-        model_kwargs: dict[str, Any] = {"dtype": dtype, **weights}
+        model_kwargs: dict[str, Any] = {"dtype": "auto" if rounds else dtype, **weights}
         if spec.options.attn_implementation is not None:
             model_kwargs["attn_implementation"] = spec.options.attn_implementation
         with loading(files.path):
@@ -187,6 +189,8 @@ def _loader(spec: TeacherSpec, files: ModelFolder, device: "torch.device") -> Ca
                 output_loading_info=True,
             )
             require_all_weights(files.encoder, info)
+            if rounds:
+                multiply_in_bfloat16(network)
             return LoadedModel(_forward(model.eval(), spec), model.tokenizer, network)
 
     return load

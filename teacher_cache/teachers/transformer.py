@@ -118,8 +118,10 @@ def load_encoder(folder: Path, dtype: "torch.dtype", device: "torch.device", opt
     """
     from transformers import MODEL_MAPPING, AutoConfig, AutoModel
 
+    from teacher_cache.teachers.bfloat16 import multiply_in_bfloat16, rounds_linear_layers
     from teacher_cache.teachers.loading import loading, require_all_weights
 
+    rounds = rounds_linear_layers(dtype, device)
     with loading(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=options.trust_remote_code)
         extra: dict[str, Any] = {}
@@ -131,7 +133,7 @@ def load_encoder(folder: Path, dtype: "torch.dtype", device: "torch.device", opt
         model, info = AutoModel.from_pretrained(
             folder,
             config=config,
-            dtype=dtype,
+            dtype="auto" if rounds else dtype,  # never more than the file takes
             local_files_only=True,
             use_safetensors=has_safetensors(folder),
             weights_only=True,
@@ -142,6 +144,8 @@ def load_encoder(folder: Path, dtype: "torch.dtype", device: "torch.device", opt
         require_all_weights(folder, info)
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
+        if rounds:
+            multiply_in_bfloat16(model)
         return model.to(device).eval()
 
 

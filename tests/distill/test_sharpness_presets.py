@@ -72,6 +72,11 @@ def moved(sharpness: SharpnessAware, model: Model) -> set[str]:
         ("asam", SharpnessAware, {"scaling": "abs", "rho": 0.05, "eta": 0, "every": 1, "climbs": None}),
         ("asam-kwon", SharpnessAware, {"scaling": "kwon", "rho": 0.5, "eta": 0.01, "every": 1, "climbs": None}),
         ("norm-only", SharpnessAware, {"scaling": "abs", "rho": 0.05, "every": 1, "climbs": None}),
+        (
+            "norm-one-view",
+            SharpnessAware,
+            {"scaling": "abs", "rho": 0.05, "every": 1, "climbs": AscentLoss(first_view=True)},
+        ),
         ("disam", SharpnessAware, {"scaling": "none", "rho": 0.05, "climbs": AscentLoss(None, 0.1)}),
         ("looksam", LookSam, {"scaling": "none", "rho": 0.05, "every": 5, "alpha": 0.7}),
         ("msam", MomentumSam, {"rho": 3.0, "passes": 1}),
@@ -105,7 +110,7 @@ def test_none_is_no_sharpness_and_has_no_options() -> None:
     ("name", "options", "message"),
     [
         ("asan", {}, "nothing is called 'asan'; did you mean 'asam'"),
-        ("flat", {}, "known: none, sam, asam, asam-kwon, norm-only, disam, looksam, msam"),
+        ("flat", {}, "known: none, sam, asam, asam-kwon, norm-only, norm-one-view, disam, looksam, msam"),
         ("asam", {"radius": 1}, "unknown option 'radius'; the options are rho, eta, every"),
         ("asam", {"rho": 0}, "rho: expected a number above 0, found 0"),
         ("asam", {"rho": math.nan}, "rho"),

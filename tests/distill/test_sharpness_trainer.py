@@ -283,6 +283,45 @@ def test_the_first_pass_without_view_terms_encodes_one_view(
     assert rows == [9, 18, 9, 18]
 
 
+def test_norm_one_view_is_norm_only_without_the_terms_that_compare_views(
+    parted_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    ways = (("norm-one-view",), ("norm-only", "sharpness.ascent_terms=[tamd, lasd]"))
+    found = []
+    for number, (name, *more) in enumerate(ways):
+        config = tiny_config(
+            parted_cache,
+            tiny_student,
+            tmp_path / str(number),
+            f"sharpness.name={name}",
+            "training.max_steps=3",
+            *more,
+        )
+        made = parts(config)
+        made.trainer().train()
+        found.append(weights(made))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+
+
+def test_a_loss_that_only_compares_views_is_climbed_as_a_whole(
+    parted_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    found = []
+    for name in ("norm-one-view", "norm-only"):
+        config = tiny_config(
+            parted_cache,
+            tiny_student,
+            tmp_path / name,
+            "objective.name=simcse",
+            f"sharpness.name={name}",
+            "training.max_steps=3",
+        )
+        made = parts(config)
+        made.trainer().train()
+        found.append(weights(made))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+
+
 def test_unknown_terms_stop_the_first_step(parted_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     config = tiny_config(parted_cache, tiny_student, tmp_path, "sharpness.name=asam", "sharpness.ascent_terms=[otis]")
     with pytest.raises(ConfigError, match="no term 'otis' in this step; known here: lasd, simcse, tamd"):

@@ -1,0 +1,186 @@
+"""Students and teachers of real sizes with random weights, and what such a teacher would have said.
+
+For costs alone: a step takes as long whatever the numbers are.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from distill.config import StudentConfig
+from distill.shapes import find_shape, shape_config
+from teacher_cache.teachers.base import Encoded, TeacherSpec
+from teacher_cache.teachers.batching import BatchedEncoder, LoadedModel
+from teacher_cache.teachers.folder import ModelFolder
+from teacher_cache.teachers.loading import choose_device, loading
+from teacher_cache.teachers.pieces import text_pieces
+from teacher_cache.teachers.pooling import needs_position_ids, pool, position_ids
+from teacher_cache.teachers.transformer import TransformerTeacher
+from teacher_cache.tokens import TextTokens, TokenRequest
+from teacher_cache.workers import Answers, Workers
+
+# Its class by the name that `TeacherOptions.backend` takes.
+BACKEND = "distill.bench.made_up:MadeUpTeacher"
+SEED = 42
+# Normal numbers that token states are cut from: making each anew would take longer than training on it.
+DRAWN = 2**22
+
+
+def model_config(name: str) -> Any:
+    """transformers' configuration of a known shape, or out of a model folder.
+
+    Raises:
+        StudentError: nothing is called so.
+        TeacherError: a folder that holds no model.
+    """
+    from transformers import AutoConfig
+
+    if Path(name).is_dir():
+        return AutoConfig.from_pretrained(ModelFolder.open(Path(name)).encoder, local_files_only=True)
+    return shape_config(name)
+
+
+def write_student(name: str, folder: Path) -> StudentConfig:
+    """A random student of a known shape and a tokenizer of made-up words, as a folder like any other.
+
+    Raises:
+        StudentError: no shape is called so.
+    """
+    from transformers import AutoModel, set_seed
+
+    shape, config = find_shape(name), shape_config(name)
+    set_seed(SEED)
+    with loading(folder):  # silently
+        AutoModel.from_config(config).save_pretrained(folder)
+    positions = int(config.max_position_embeddings)
+    longest = min(shape.max_length, positions - (2 if shape.model_type in ("mpnet", "xlm-roberta") else 0))
+    _write_tokenizer(folder, int(config.vocab_size), int(config.pad_token_id or 0), longest)
+    return StudentConfig(str(folder), pooling=shape.pooling)
+
+
+def write_teacher(config: Any, tokenizer: Any, folder: Path) -> Path:
+    """The folder of a `MadeUpTeacher`: sizes and the student's tokenizer, and no weights."""
+    from safetensors.torch import save_file
+
+    config.vocab_size = max(config.vocab_size, len(tokenizer))
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file({"made_up": torch.zeros(1)}, folder / "model.safetensors")
+    return folder
+
+
+def _write_tokenizer(folder: Path, size: int, pad: int, max_length: int) -> None:
+    """`size` words between spaces, w0, w1 and so on, among them BERT's special ones."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["[UNK]", "[CLS]", "[SEP]"]
+    names.insert(min(pad, len(names)), "[PAD]")
+    names += [f"w{number}" for number in range(size - len(names))]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_max_length=max_length,
+    ).save_pretrained(folder)
+
+
+class MadeUpTeacher(TransformerTeacher):
+    """A transformers model with random weights of the sizes that its folder's config.json names."""
+
+    @classmethod
+    def resolve(cls, options: Any, folder: Path | None) -> TeacherSpec:
+        spec = super().resolve(options, folder)
+        return replace(spec, space=replace(spec.space, backend=BACKEND))
+
+    def __init__(self, spec: TeacherSpec) -> None:
+        """Make the network; nothing is read but config.json and the tokenizer."""
+        from transformers import AutoModel, AutoTokenizer, set_seed
+
+        folder, device, space = (
+            ModelFolder(spec.folder or Path()).encoder,
+            choose_device(spec.options.device),
+            spec.space,
+        )
+
+        def load(dtype: torch.dtype) -> LoadedModel:
+            set_seed(SEED)
+            with torch.device(device):
+                network = AutoModel.from_config(model_config(str(folder)), dtype=dtype).eval()
+            if hasattr(network.config, "use_cache"):
+                network.config.use_cache = False
+            with_positions = needs_position_ids(network, space.padding_side)
+
+            def forward(batch: dict[str, Tensor]) -> Tensor:
+                inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+                if with_positions:
+                    inputs["position_ids"] = position_ids(batch["attention_mask"])
+                return pool(network(**inputs).last_hidden_state, batch["attention_mask"], space.pooling)
+
+            return LoadedModel(forward, AutoTokenizer.from_pretrained(folder, local_files_only=True), network)
+
+        self.space = space
+        self._encoder = _Unchecked(space, device, load, spec.options.batch_tokens, spec.request)
+
+
+class _Unchecked(BatchedEncoder):
+    """Half precision rounds what random weights say otherwise beside padding; nobody reads it."""
+
+    def _self_check(self) -> None:
+        return
+
+
+class MadeUpAnswers(Workers):
+    """What a made-up teacher might have said, without a network: vectors, states and attention are drawn."""
+
+    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
+        from transformers import AutoTokenizer
+
+        folder = ModelFolder(spec.folder or Path())
+        tokenizer = AutoTokenizer.from_pretrained(folder.encoder, local_files_only=True)
+        width = 0 if spec.request is None else folder.token_shape().width
+        answers = _Drawn(tokenizer, spec, width)
+        for number, texts in enumerate(batches):
+            yield number, answers.of(texts)
+
+
+class _Drawn:
+    def __init__(self, tokenizer: Any, spec: TeacherSpec, width: int) -> None:
+        self.tokenizer, self.space, self.request, self.width = tokenizer, spec.space, spec.request, width
+        self.random = np.random.default_rng(SEED)
+        self.numbers = self.random.standard_normal(DRAWN, dtype=np.float32)
+
+    def of(self, texts: Sequence[str]) -> Encoded:
+        vectors = self.random.standard_normal((len(texts), self.space.dims), dtype=np.float32)
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        pieces = text_pieces(self.tokenizer, texts, prompt=self.space.prompt, max_length=self.space.max_length)
+        none = np.zeros(len(texts), dtype=np.bool_)
+        counts = np.array([len(one) for one in pieces], dtype=np.int32)
+        said = None if self.request is None else [self._tokens(one, self.request) for one in pieces]
+        return Encoded(vectors, counts, none, none.copy(), said)
+
+    def _tokens(self, pieces: npt.NDArray[np.int32], request: TokenRequest) -> TextTokens:
+        count = len(pieces)
+        start = int(self.random.integers(DRAWN))
+        states = self.numbers.take(np.arange(start, start + count * self.width), mode="wrap")
+        importance = attention = None
+        if request.attention is not None:
+            attention = self.random.random((len(request.attention), count, count), dtype=np.float32)
+            attention /= attention.sum(axis=2, keepdims=True)
+            importance = self.random.random(count, dtype=np.float32)
+            importance *= count / importance.sum()
+        return TextTokens(states.reshape(count, self.width), pieces, importance, attention)

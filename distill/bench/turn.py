@@ -1,0 +1,228 @@
+"""One method's turn: the run's own trainer, made anew, for a few steps that are timed in their parts."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, set_seed
+
+from distill.bench.memory import forget_peak, held, peak
+from distill.config import RunConfig
+from distill.method import build_objective, build_sharpness
+from distill.online import OnlineTeacher
+from distill.student import Student
+from distill.targets import Targets
+from distill.trainer import Distillation, DistillTrainer
+from teacher_cache.cache import TeacherCache
+
+# A step's parts: the wait for its batch; what an online teacher takes of it; what sharpness does before the pass that
+# gives the gradient, and that pass; the optimiser and the schedule.
+DATA, TEACHER, FIRST_PASS = "data", "teacher", "first_pass"
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+PARTS = (DATA, TEACHER, FIRST_PASS, FORWARD, BACKWARD, OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one optimiser step.
+
+    Attributes:
+        whole: from the end of the step before to its own, the wait for its batch included.
+        processor: of this process's processor time over all threads in the whole; it is the same on a busy machine.
+        parts: by name, see `PARTS`; they sum to about the whole.
+        tokens: of the batch's texts, each text once, however many views are encoded; no padding.
+        positions: the same with padding.
+    """
+
+    whole: float
+    processor: float
+    parts: Mapping[str, float]
+    tokens: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a turn measured.
+
+    Attributes:
+        steps: the timed ones.
+        peak: bytes, the most that was held while training ran.
+        loaded: bytes that were held before the first step. On a processor weights may come from their file only when
+            they are first used.
+        weights: bytes of the student's and the objective's parameters.
+    """
+
+    steps: tuple[Step, ...]
+    peak: int
+    loaded: int
+    weights: int = 0
+
+
+@dataclass
+class Timeline:
+    """Marks along a step. On a GPU they are events on its stream, so that marking waits for nothing."""
+
+    device: torch.device
+    begun: float = 0.0
+    used: float = 0.0
+    tokens: int = 0
+    positions: int = 0
+    marks: list[tuple[str, Any]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A step begins where the one before it has ended, on the device too."""
+        self._wait()
+        self.begun, self.used, self.marks = time.perf_counter(), time.process_time(), []
+        self.mark("")
+
+    def mark(self, part: str) -> None:
+        """What was done since the last mark is this part of the step."""
+        if self.device.type == "cuda":
+            at: Any = torch.cuda.Event(enable_timing=True)
+            at.record()
+        else:
+            at = time.perf_counter()
+        self.marks.append((part, at))
+
+    def end(self) -> Step:
+        self._wait()
+        whole, processor = time.perf_counter() - self.begun, time.process_time() - self.used
+        parts = dict.fromkeys(PARTS, 0.0)
+        for (_, before), (part, at) in zip(self.marks, self.marks[1:], strict=False):
+            parts[part] += before.elapsed_time(at) / 1e3 if self.device.type == "cuda" else at - before
+        return Step(whole, processor, parts, self.tokens, self.positions)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class TimedTrainer(DistillTrainer):
+    """The trainer of a run, with marks along its steps."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.timeline = Timeline(self.args.device)
+        collator: Any = self.data_collator
+        if collator.online is not None:
+            collator.online = _Asked(collator.online, self.timeline)
+        self.meter = _Meter(self.timeline)
+        self._before_second_pass = False
+        self.add_callback(self.meter)
+
+    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        mask = inputs["attention_mask"][: len(inputs["vectors"])]
+        self.timeline.tokens, self.timeline.positions = int(mask.sum()), mask.numel()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def ascent_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        self._before_second_pass = True
+        return super().ascent_loss(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        # The first pass of a sharpness-aware step may come through here too; the second is told by `ascending`.
+        if self._before_second_pass and not self.ascending:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._before_second_pass:
+            self.timeline.mark(FIRST_PASS)
+            self._before_second_pass = False
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.timeline.mark(FORWARD)
+        return found
+
+
+class _Asked:
+    """An online teacher whose answers are a part of the step."""
+
+    def __init__(self, teacher: OnlineTeacher, timeline: Timeline) -> None:
+        self.teacher, self.timeline = teacher, timeline
+
+    def said(self, *arguments: Any, **options: Any) -> Any:
+        return self._timed(self.teacher.said, *arguments, **options)
+
+    def said_with_internals(self, *arguments: Any, **options: Any) -> Any:
+        return self._timed(self.teacher.said_with_internals, *arguments, **options)
+
+    def _timed(self, ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.timeline.mark(DATA)
+        answer = ask(*arguments, **options)
+        self.timeline.mark(TEACHER)
+        return answer
+
+
+class _Meter(TrainerCallback):
+    """Ends and begins steps, and looks at memory."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.steps: list[Step] = []
+        self.loaded = 0
+        self.weights = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights = sum(parameter.nbytes for parameter in kwargs["model"].parameters())
+        forget_peak(self.timeline.device)
+        self.loaded = held(self.timeline.device)
+        self.timeline.begin()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.timeline.mark(DATA)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.timeline.mark(BACKWARD)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.timeline.mark(OPTIMIZER)
+        self.steps.append(self.timeline.end())
+        self.timeline.begin()
+
+
+def take_turn(config: RunConfig, warm_up: int) -> Turn:
+    """Make the run that `config` describes, train `training.max_steps` steps, and let go of it.
+
+    Args:
+        warm_up: steps at the start that are not timed.
+
+    Raises:
+        KnownError: as `distill.run.run`.
+        torch.OutOfMemoryError: the GPU's memory, or its cap, does not hold it.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _let_go(device)
+    before = held(device)
+    with TemporaryDirectory() as scratch, TeacherCache.open(config.cache) as cache:
+        meter = _trained(replace(config, output_dir=scratch), cache)
+        top = peak(device)
+    return Turn(tuple(meter.steps[warm_up:]), max(0, top - before), max(0, meter.loaded - before), meter.weights)
+
+
+def _trained(config: RunConfig, cache: TeacherCache) -> _Meter:
+    targets, manifest = Targets(config, cache), cache.corpus(config.corpus)
+    student = Student.load(config.student)
+    set_seed(config.training.seed)
+    objective = build_objective(config, student.shape, targets)
+    targets.check(objective, manifest)
+    dataset = targets.dataset(manifest, objective, targets.skipped_rows(objective))
+    model = Distillation(student, objective)
+    sharpness = build_sharpness(config, model)
+    collator = targets.collator(manifest, objective, student)
+    trainer = TimedTrainer(model, config, dataset, collator, sharpness)
+    trainer.train()
+    return trainer.meter
+
+
+def _let_go(device: torch.device) -> None:
+    """What the turn before has left: a Trainer and its model hold each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,53 @@
+"""What `training.memory`, `freeze_embeddings` and 8-bit optimiser states change about a student."""
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from distill.config import TrainingConfig
+from distill.errors import ConfigError
+from distill.student import Student
+
+
+def save_memory(student: Student, training: TrainingConfig) -> None:
+    """Prepare a student for the memory that its training may take; block by block is Trainer's part.
+
+    Raises:
+        ConfigError: its word embeddings are to be frozen, and cannot be told from its other weights.
+    """
+    student.recompute_pieces = training.memory == "low"
+    if training.freeze_embeddings:
+        word_embeddings(student).requires_grad_(False)
+
+
+def word_embeddings(student: Student) -> nn.Module:
+    """The table of the encoder that every token of the vocabulary has a row in.
+
+    Raises:
+        ConfigError: the encoder does not say which of its modules that is.
+    """
+    encoder: Any = student.encoder
+    try:
+        found: nn.Module = encoder.get_input_embeddings()
+    except (AttributeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"student {student.name!r} does not say which of its weights are word embeddings; set "
+            "training.freeze_embeddings=false"
+        ) from error
+    return found
+
+
+def keep_embedding_states_exact(student: Student) -> None:
+    """Leave the optimiser states of embedding tables in float32, as bitsandbytes' authors and Trainer do.
+
+    Dettmers et al. (8-bit Optimizers via Block-wise Quantization, ICLR 2022) found training unstable otherwise.
+    """
+    from bitsandbytes.optim.optimizer import GlobalOptimManager
+
+    manager = GlobalOptimManager.get_instance()
+    for module in student.modules():
+        if isinstance(module, nn.Embedding) and module.weight.requires_grad:
+            manager.override_config(module.weight, "optim_bits", 32)
+            # It is known there by its address, which another tensor may have later in this process.
+            weakref.finalize(module.weight, manager.pid2config.pop, id(module.weight), None)

@@ -1,0 +1,186 @@
+"""Models of which only the sizes count, from a shape's name or a folder's configuration; no weights are read."""
+
+import copy
+import inspect
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from distill.config import StudentConfig
+from distill.errors import StudentError
+from distill.objectives.base import TeacherShape
+from distill.shapes import find_shape, has_shape, is_shape, shape_config
+from distill.student import Student
+from teacher_cache.align import STUDENT_LENGTH
+from teacher_cache.errors import TeacherError
+from teacher_cache.teachers import TeacherOptions, resolve
+from teacher_cache.teachers.folder import ModelFolder
+
+# Their attention sees what stands before alone, and they are padded on the left.
+_DECODERS = ("qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "phi3")
+
+
+@dataclass(frozen=True)
+class Model:
+    """An encoder that can be built without its weights.
+
+    Attributes:
+        name: for people.
+        config: transformers' own.
+        positions: longest input in tokens; None when nothing bounds it.
+        folder: of its files, None of a shape.
+    """
+
+    name: str
+    config: Any
+    pooling: str
+    padding_side: str
+    max_length: int
+    positions: int | None
+    causal: bool
+    folder: Path | None = None
+    trust_remote_code: bool = False
+
+    def attending(self, how: str | None) -> Self:
+        """The same with this attention of transformers; None is its own choice."""
+        if how is None:
+            return self
+        config = copy.deepcopy(self.config)
+        config._attn_implementation = how
+        return replace(self, config=config)
+
+    @property
+    def teacher_shape(self) -> TeacherShape:
+        """Its sizes as a teacher, token by token."""
+        config = self.config
+        width = int(config.hidden_size)
+        return TeacherShape(
+            width,
+            normalized=True,
+            token_dim=width,
+            layers=int(config.num_hidden_layers),
+            heads=int(config.num_attention_heads),
+            causal=self.causal,
+        )
+
+    def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The encoder, wherever tensors are made at the moment.
+
+        Raises:
+            StudentError: transformers cannot build it.
+        """
+        from transformers import MODEL_MAPPING, AutoModel
+
+        known: Any = MODEL_MAPPING.get(type(self.config), None)
+        extra: dict[str, Any] = {}
+        if isinstance(known, type) and "add_pooling_layer" in inspect.signature(known).parameters:
+            extra["add_pooling_layer"] = False
+        try:
+            encoder: nn.Module = AutoModel.from_config(
+                self.config, dtype=dtype, trust_remote_code=self.trust_remote_code, **extra
+            )
+        except (ValueError, TypeError, AttributeError, ImportError, KeyError) as error:
+            raise StudentError(f"{self.name} cannot be built from its configuration: {error}") from error
+        config: Any = encoder.config
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        return encoder
+
+    def student(self) -> Student:
+        """A student around it that has no tokenizer, but pads on its side."""
+        tokenizer: Any = _Padding(self.padding_side)
+        return Student(
+            self.build().train(), tokenizer, pooling=self.pooling, max_length=self.max_length, name=self.name
+        )
+
+
+@dataclass(frozen=True)
+class _Padding:
+    padding_side: str
+
+
+def student_model(config: StudentConfig) -> Model:
+    """The student of a run's configuration.
+
+    Raises:
+        StudentError: there is no such shape or folder, or the folder is no model.
+    """
+    if not config.model:
+        raise StudentError("no student given; name one with --student FOLDER or shape:NAME")
+    return _model(
+        TeacherOptions(
+            model=config.model,
+            backend="transformer",
+            pooling=config.pooling,
+            prompt=config.prompt,
+            max_length=config.max_length,
+            dtype="float32",
+            trust_remote_code=config.trust_remote_code,
+        ),
+        "student",
+        STUDENT_LENGTH,
+    )
+
+
+def teacher_model(name: str, *, trust_remote_code: bool = False) -> Model:
+    """A teacher that is asked while the student trains.
+
+    Raises:
+        StudentError: as of a student.
+    """
+    # A prompt that a teacher insists on changes no size.
+    return _model(TeacherOptions(model=name, prompt="", trust_remote_code=trust_remote_code), "teacher", None)
+
+
+def _model(options: TeacherOptions, role: str, longest: int | None) -> Model:
+    # Of a published model without a folder here only the sizes are wanted: the hub need not be asked.
+    if is_shape(options.model) or (not Path(options.model).expanduser().exists() and has_shape(options.model)):
+        return _shape(options, longest)
+    try:
+        spec = resolve(options)
+        if spec.folder is None:
+            raise StudentError(f"{role} {options.model!r} has no model folder to read its sizes from")
+        folder = ModelFolder(spec.folder)
+    except TeacherError as error:
+        raise StudentError(f"{role} {options.model!r} cannot be used: {error}") from error
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            folder.encoder, local_files_only=True, trust_remote_code=options.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise StudentError(f"{role} {options.model!r} cannot be used: {' '.join(str(error).split())}") from error
+    space = spec.space
+    length = space.max_length if options.max_length or longest is None else min(space.max_length, longest)
+    return Model(
+        space.teacher,
+        getattr(config, "text_config", config),
+        space.pooling,
+        space.padding_side,
+        length,
+        folder.positions,
+        folder.is_causal,
+        spec.folder,
+        options.trust_remote_code,
+    )
+
+
+def _shape(options: TeacherOptions, longest: int | None) -> Model:
+    shape = find_shape(options.model)
+    config: Any = shape_config(options.model)
+    causal = shape.model_type in _DECODERS
+    positions = int(config.max_position_embeddings) - (2 if shape.model_type in ("xlm-roberta", "mpnet") else 0)
+    length = options.max_length or min(shape.max_length, longest or shape.max_length)
+    return Model(
+        options.model,
+        config,
+        options.pooling or shape.pooling,
+        "left" if causal else "right",
+        length,
+        positions,
+        causal,
+    )

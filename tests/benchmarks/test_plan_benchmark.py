@@ -1,0 +1,23 @@
+"""`benchmarks/plan.py` compares what it says it compares."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plan
+
+
+@pytest.mark.slow
+def test_its_figure_is_the_largest_deviation_and_stays_within_a_tenth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    monkeypatch.setattr(sys, "argv", ["plan", "--quick", "--json", str(file)])
+    plan.main()
+    found = json.loads(file.read_text())
+    deviations = [row["foretold"] / row["measured"] - 1 for row in found["settings"]]
+    assert found["largest"] == pytest.approx(max(deviations, key=abs))
+    assert abs(found["largest"]) < 0.1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("largest deviation: ")

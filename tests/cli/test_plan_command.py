@@ -1,0 +1,54 @@
+"""`distill plan` as a person types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_distill import distill, refused
+
+WORDS = ["plan", "--student", "shape:minilm-l3-h384", "--teacher-dim", "24", "--objective", "talas"]
+WORDS += ["--sharpness", "none", "--batch-size", "4", "--length", "16", "--precision", "fp16"]
+
+
+def test_the_names_that_scripts_rely_on_are_there() -> None:
+    found = json.loads(distill(*WORDS, "--json").stdout)
+    assert found["peak_bytes"] == sum(found["breakdown"].values())
+    assert found["flops_per_step"] > 0
+    assert {"T4", "L4", "A100", "H100", "H200", "this CPU"} == set(found["devices"])
+    assert all({"step_ms", "fits"} <= set(device) for device in found["devices"].values())
+
+
+def test_low_memory_is_a_flag() -> None:
+    words = [*WORDS, "--batch-size", "64", "--length", "64", "--json"]
+    plain, low = (json.loads(distill(*words, *more).stdout) for more in ([], ["--memory", "low"]))
+    assert low["allocated_bytes"] < plain["allocated_bytes"]
+
+
+def test_a_person_reads_what_fits_and_what_helps() -> None:
+    result = distill(*WORDS, "--device-memory", "300MB")
+    assert result.exit_code == 0, result.output
+    assert "does not fit into 300.0 MB; what helps:" in result.stdout
+    assert "--set training.optim=adamw_bnb_8bit" in result.stdout
+
+
+def test_a_cache_gives_the_width_the_lengths_and_the_steps(toy_cache: Path, tiny_student: Path) -> None:
+    words: list[str | Path] = ["plan", "--cache", toy_cache, "--corpus", "sentences", "--student", tiny_student]
+    words += ["--epochs", "2"]
+    found = json.loads(distill(*words, "--batch-size", "10", "--json").stdout)
+    assert found["steps"] == 2 * 40
+    assert found["lengths"]["quantiles"]["1"] == found["lengths"]["largest"]["longest"]
+    assert found["devices"]["T4"]["hours"] is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--length", "600"], "positions for 512"),
+        (["--objective", "dskd"], "--teacher MODEL"),
+        (["--device-memory", "much"], "expected a size"),
+        (["--student", "shape:bert"], "did you mean"),
+    ],
+)
+def test_what_cannot_be_foretold_is_one_line(more: list[str], said: str) -> None:
+    assert said in refused(distill(*WORDS, *more))

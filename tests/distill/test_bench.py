@@ -1,0 +1,380 @@
+"""The bench: its rows are the trainer's own steps, on texts of the wanted length, and its figures what was measured."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModel, AutoTokenizer
+
+from distill.bench import measure
+from distill.bench.beds import beds, texts_of
+from distill.bench.made_up import BACKEND, MadeUpTeacher, model_config, write_student, write_teacher
+from distill.bench.measure import Progress, Row, bench
+from distill.bench.memory import CLEAR, forget_peak, held, peak
+from distill.bench.settings import DEFAULT_METHODS, BenchSettings, Method
+from distill.bench.turn import DATA, FIRST_PASS, FORWARD, PARTS, TEACHER, Step, TimedTrainer, Turn, take_turn
+from distill.config import RunConfig, StudentConfig
+from distill.errors import ConfigError
+from distill.trainer import DistillTrainer
+from teacher_cache.cache import TeacherCache
+from teacher_cache.errors import TeacherError
+from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
+from tests.distill.tiny_runs import parts, tiny_config
+from tests.teacher_cache.tiny_teachers import write_qwen3
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3(tmp_path_factory.mktemp("teachers") / "tiny-qwen3")
+
+
+def settings(student: Path, **given: Any) -> BenchSettings:
+    chosen = {"batch_size": 6, "steps": 2, "warm_up": 1, "rounds": 2, "precision": "fp32", "alone": False}
+    return BenchSettings(student=str(student), **{**chosen, **given})
+
+
+def rows_of(result: measure.BenchResult, place: int = 0) -> dict[str, dict[str, Any]]:
+    return {row["method"]: row for row in result.tables[place]["rows"]}
+
+
+# -- methods ---------------------------------------------------------------------------------------------
+
+
+def test_a_method_is_an_objective_with_preset_sharpness_and_teacher() -> None:
+    method = Method.parse("talas/official+asam-kwon@online")
+    assert (method.objective, method.preset, method.sharpness, method.teacher) == (
+        "talas",
+        "official",
+        "asam-kwon",
+        "online",
+    )
+    assert Method.parse("leaf") == Method("leaf", "leaf", None, "none", "cached")
+    config = method.configured(RunConfig())
+    assert (config.objective.name, config.objective.preset, config.sharpness.name) == ("talas", "official", "asam-kwon")
+
+
+@pytest.mark.parametrize("name", ["talos", "talas+sharp", "talas/none", "talas@here"])
+def test_what_nothing_is_called_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=name.partition("+")[0].partition("/")[0][:5]):
+        Method.parse(name)
+
+
+def test_jasper_is_measured_in_the_stage_that_trains_the_student() -> None:
+    assert Method.parse("jasper").configured(RunConfig()).objective.options == {"stage_one_epochs": 0}
+    given = RunConfig.load(None, ["objective.name=jasper", "objective.options.stage_one_epochs=2"])
+    assert Method.parse("jasper").configured(given).objective.options == {"stage_one_epochs": 2}
+
+
+def test_every_default_method_can_be_read() -> None:
+    assert len({Method.parse(name) for name in DEFAULT_METHODS}) == len(DEFAULT_METHODS)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "--cache"),
+        ({"random_weights": "bge-m3", "lengths": ("corpus",)}, "--lengths corpus needs --cache"),
+        ({"cache": "c", "teacher": "t", "random_weights": "bge-m3"}, "keep one"),
+        ({"cache": "c", "methods": ("talas", "talas")}, "twice"),
+        ({"cache": "c", "lengths": (2,)}, "from 4 on"),
+        ({"cache": "c", "rounds": 0}, "--rounds is 0"),
+        ({"cache": "c", "minutes": 0.0}, "--minutes"),
+        ({"cache": "c", "methods": ()}, "at least one"),
+    ],
+)
+def test_settings_that_cannot_be_measured_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        BenchSettings(**given).check()
+
+
+# -- texts and models ------------------------------------------------------------------------------------
+
+
+@given(length=st.integers(6, 60))
+def test_texts_have_exactly_the_wanted_tokens_and_are_distinct(tiny_student: Path, length: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_student)
+    texts = texts_of(tokenizer, length, 16)
+    assert len(set(texts)) == 16
+    assert {len(ids) for ids in tokenizer(texts)["input_ids"]} == {length}
+
+
+def test_too_few_texts_of_a_length_are_refused_with_their_number(tiny_student: Path) -> None:
+    with pytest.raises(ConfigError, match=r"only 14 distinct texts of 3 tokens could be made, 20 are needed"):
+        texts_of(AutoTokenizer.from_pretrained(tiny_student), 3, 20)
+
+
+def test_a_student_of_a_known_shape_has_its_sizes_and_words(tmp_path: Path) -> None:
+    config = write_student("shape:minilm-l3-h384", tmp_path / "student")
+    model = AutoModel.from_pretrained(tmp_path / "student")
+    assert (model.config.hidden_size, model.config.num_hidden_layers, config.pooling) == (384, 3, "mean")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "student")
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.pad_token_id == model.config.pad_token_id
+    assert tokenizer("w7 w9")["input_ids"] == [2, 4 + 7, 4 + 9, 3]
+
+
+def test_a_made_up_teacher_has_the_sizes_of_its_folder_and_needs_no_weights(
+    tiny_teacher: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_student)
+    config = model_config(str(tiny_teacher))
+    config.vocab_size = 3  # smaller than the tokenizer, whose ids would be out of its table
+    folder = write_teacher(config, tokenizer, tmp_path / "teacher")
+    spec = resolve(TeacherOptions(model=str(folder), backend=BACKEND, dtype="float32"))
+    teacher = load_teacher(spec)
+    assert isinstance(teacher, MadeUpTeacher)
+    vectors = teacher.encode(["the cat sat", "dogs"])
+    assert vectors.shape == (2, config.hidden_size)
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+
+
+def test_beds_hold_texts_of_each_length_with_all_that_the_methods_compare(
+    tiny_student: Path, tiny_teacher: Path
+) -> None:
+    asked = settings(tiny_student, random_weights=str(tiny_teacher), lengths=(8, 12), methods=("talas", "emo"))
+    with beds(asked) as made:
+        for bed, length in zip(made, (8, 12), strict=True):
+            with TeacherCache.open(bed.cache) as cache:
+                space, rows = cache.space(), np.arange(cache.rows)
+                assert space.present(rows).all()
+                assert space.tokens is not None
+                stored = space.tokens.gather_stored(rows[:3], attention=True)
+                said = [space.tokens.restore(one) for one in stored]
+                assert {one.states.shape for one in said} == {(length, space.tokens.record.shape.width)}
+                assert all(
+                    np.allclose(one.attention.sum(-1), 1, atol=0.02) for one in said if one.attention is not None
+                )
+        kept = Path(made[0].cache)
+        assert kept.exists()
+    assert not kept.exists()
+
+
+def test_methods_on_vectors_alone_need_no_token_columns(tiny_student: Path, tiny_teacher: Path) -> None:
+    asked = settings(tiny_student, random_weights=str(tiny_teacher), lengths=(8,), methods=("talas", "leaf"))
+    with beds(asked) as made, TeacherCache.open(made[0].cache) as cache:
+        assert cache.space().tokens is None
+
+
+# -- steps -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharpness", ["none", "asam", "msam"])
+def test_a_timed_step_is_the_step_of_a_run(toy_cache: Path, tiny_student: Path, tmp_path: Path, sharpness: str) -> None:
+    states = []
+    for kind in (DistillTrainer, TimedTrainer):
+        config = tiny_config(
+            toy_cache, tiny_student, tmp_path / kind.__name__, f"sharpness.name={sharpness}", "training.max_steps=3"
+        )
+        trainer = parts(config).trainer(kind)
+        trainer.train()
+        states.append(trainer.model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "first_pass", "teacher"),
+    [("talas", False, False), ("talas+asam", True, False), ("talas+msam", False, False), ("talas@online", False, True)],
+)
+def test_a_step_has_the_parts_that_its_method_has(
+    toy_cache: Path, tiny_student: Path, method: str, first_pass: bool, teacher: bool
+) -> None:
+    asked = settings(tiny_student, cache=str(toy_cache), corpus="sentences", teacher="toy", methods=(method,))
+    with beds(asked) as made:
+        row = Method.parse(method)
+        turn = take_turn(made[0].configured(row.configured(asked.run_config()), row.teacher == "online"), warm_up=1)
+    assert len(turn.steps) == 2
+    for step in turn.steps:
+        assert (step.parts[FIRST_PASS] > 0, step.parts[TEACHER] > 0) == (first_pass, teacher)
+        assert step.parts[FORWARD] > 0
+        assert 0 < sum(step.parts.values()) <= step.whole
+        assert 0 < step.tokens < step.positions
+
+
+def test_all_methods_take_their_steps_on_the_same_batches(toy_cache: Path, tiny_student: Path) -> None:
+    asked = settings(tiny_student, cache=str(toy_cache), corpus="sentences", methods=("talas", "leaf+asam"))
+    with beds(asked) as made:
+        turns = [
+            take_turn(made[0].configured(method.configured(asked.run_config()), False), warm_up=0)
+            for method in asked.rows()
+        ]
+    counted = [[(step.tokens, step.positions) for step in turn.steps] for turn in turns]
+    assert counted[0] == counted[1]
+    assert len(set(counted[0])) > 1
+
+
+@pytest.mark.skipif(not CLEAR.exists(), reason="the peak can be forgotten on Linux alone")
+def test_the_peak_counts_what_was_let_go_of_and_can_be_forgotten() -> None:
+    before = held(CPU)
+    forget_peak(CPU)
+    torch.ones(20_000_000).sum()
+    assert peak(CPU) - before > 60_000_000
+    forget_peak(CPU)
+    assert peak(CPU) - before < 60_000_000
+
+
+# -- figures ---------------------------------------------------------------------------------------------
+
+
+def test_every_method_is_measured_with_the_teacher_cached_and_online(tiny_student: Path, tiny_teacher: Path) -> None:
+    seen: list[Progress] = []
+    names = ("talas", "talas+norm-one-view", "emo", "emo@online", "cdm@online")
+    asked = settings(tiny_student, random_weights=str(tiny_teacher), lengths=(8,), methods=names, rounds=1)
+    result = bench(asked, report=seen.append)
+    rows = rows_of(result)
+    assert all(row["failed"] is None for row in rows.values())
+    assert [(one.done, one.turns) for one in seen] == [(number, 5) for number in range(5)]
+    assert result.tables[0]["tokens"] == 6 * 8
+    assert result.baseline == "talas"
+    assert rows["talas"]["ratio"]["step"] == rows["talas"]["ratio"]["with_data"] == 1
+    assert {row["steps"] for row in rows.values()} == {2}
+    # A vector of 16 numbers in float16, and the frame of its codec; tokens are 8 states of 16 numbers more.
+    assert 32 <= rows["talas"]["cache_bytes_a_sample"] < rows["emo"]["cache_bytes_a_sample"] - 8 * 32
+    assert rows["emo@online"]["cache_bytes_a_sample"] is None
+    config = model_config(str(tiny_teacher))
+    size = sum(4 * parameter.numel() for parameter in AutoModel.from_config(config).parameters())
+    assert size <= rows["emo@online"]["teacher_bytes"] <= size + 4 * 64 * config.hidden_size
+    for row in rows.values():
+        assert row["peak_bytes"] is None  # not in this process
+    student = sum(
+        4 * one.numel() for one in AutoModel.from_pretrained(tiny_student, add_pooling_layer=False).parameters()
+    )
+    assert rows["talas"]["weights_bytes"] == student + 2 * 4 * 16 * 16  # and its two heads
+    for row in rows.values():
+        assert row["tokens_per_second"] > 0
+
+
+def test_a_cache_is_measured_on_its_own_texts_and_at_lengths(toy_cache: Path, tiny_student: Path) -> None:
+    names = ("talas", "simcse@online", "emo")
+    asked = settings(
+        tiny_student, cache=str(toy_cache), corpus="sentences", lengths=("corpus", 8), methods=names, rounds=1
+    )
+    result = bench(asked)
+    own, made = rows_of(result, 0), rows_of(result, 1)
+    assert result.tables[0]["tokens"] < result.tables[0]["positions"]
+    assert result.tables[1]["tokens"] == result.tables[1]["positions"] == 6 * 8
+    assert "--teacher" in own["simcse@online"]["failed"]
+    assert "token" in own["emo"]["failed"]  # the toy cache keeps vectors alone
+    assert own["talas"]["failed"] is made["talas"]["failed"] is made["emo"]["failed"] is None
+    asked_too = replace(asked, teacher="toy", methods=("talas", "talas@online"))
+    again = [rows_of(bench(asked_too), place)["talas@online"] for place in (0, 1)]
+    assert [row["failed"] for row in again] == [None, None]
+    assert all(row["parts_ms"]["teacher"] > 0 for row in again)
+
+
+def test_texts_of_a_cache_can_be_answered_by_a_made_up_teacher(
+    toy_cache: Path, tiny_student: Path, tiny_teacher: Path
+) -> None:
+    asked = settings(
+        tiny_student,
+        cache=str(toy_cache),
+        corpus="sentences",
+        random_weights=str(tiny_teacher),
+        methods=("talas", "dskd@online"),
+        rounds=1,
+    )
+    result = bench(asked)
+    assert all(row["failed"] is None for row in rows_of(result).values())
+    assert result.tables[0]["tokens"] < result.tables[0]["positions"]
+
+
+def test_what_does_not_fit_is_a_row_that_says_so(
+    toy_cache: Path, tiny_student: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = measure.take_turn
+
+    def full(config: RunConfig, warm_up: int) -> Turn:
+        if config.objective.name == "leaf":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if config.objective.name == "rkd":
+            raise TeacherError("the teacher does not fit on the device") from torch.OutOfMemoryError("CUDA")
+        return real(config, warm_up)
+
+    monkeypatch.setattr(measure, "take_turn", full)
+    asked = settings(tiny_student, cache=str(toy_cache), corpus="few", methods=("talas", "leaf", "rkd"), rounds=1)
+    rows = rows_of(bench(asked))
+    assert rows["leaf"]["failed"] == rows["rkd"]["failed"] == "out of memory"
+    assert rows["talas"]["failed"] is None
+    with pytest.raises(ConfigError, match=r"no method could be measured; the first, leaf: out of memory"):
+        bench(replace(asked, methods=("leaf", "rkd")))
+
+
+def test_a_cap_of_a_gpu_that_is_not_there_is_refused(
+    toy_cache: Path, tiny_student: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--memory-cap"):
+        bench(settings(tiny_student, cache=str(toy_cache), corpus="few", memory_cap=10**9))
+
+
+def step(seconds: float, wait: float = 0.0) -> Step:
+    return Step(seconds + wait, 2 * seconds, {**dict.fromkeys(PARTS, 0.0), DATA: wait}, 10, 20)
+
+
+def test_ratios_are_of_the_same_round_so_that_a_slow_round_changes_none() -> None:
+    method = Method.parse("leaf")
+    base = Row(method, RunConfig(), [Turn((step(1.0),) * 2, 0, 0), Turn((step(10.0),) * 2, 0, 0)])
+    mine = Row(method, RunConfig(), [Turn((step(2.0, 3.0),) * 2, 0, 0), Turn((step(21.0, 9.0),) * 2, 0, 0)])
+    ratios = measure._ratios(mine, base)
+    assert ratios is not None
+    assert (ratios["step"], ratios["step_least"], ratios["step_most"]) == pytest.approx((2.05, 2.0, 2.1))
+    assert ratios["with_data"] == pytest.approx((5.0 + 3.0) / 2)
+    assert ratios["processor"] == pytest.approx(2.05)
+    assert "memory" not in ratios
+
+
+def test_memory_is_that_of_the_turn_alone() -> None:
+    base = Row(Method.parse("talas"), RunConfig(), [Turn((step(1.0),), 5, 1)], alone=Turn((step(1.0),), 100, 40))
+    mine = Row(Method.parse("leaf"), RunConfig(), [Turn((step(1.0),), 7, 1)], alone=Turn((step(1.0),), 250, 40))
+    ratios = measure._ratios(mine, base)
+    assert ratios is not None
+    assert ratios["memory"] == 2.5
+
+
+def test_each_round_has_every_row_and_begins_with_another() -> None:
+    rows = [Row(Method.parse(name), None) for name in ("talas", "leaf", "rkd")]
+    order = [(turn, row.method.name) for turn, row in measure._order(rows, 3, alone=True)]
+    assert order[:3] == [(None, "talas"), (None, "leaf"), (None, "rkd")]
+    by_round = [[name for turn, name in order if turn == number] for number in range(3)]
+    assert [names[0] for names in by_round] == ["talas", "leaf", "rkd"]
+    assert all(sorted(names) == ["leaf", "rkd", "talas"] for names in by_round)
+
+
+def test_the_limit_of_time_leaves_the_first_round_whole(toy_cache: Path, tiny_student: Path) -> None:
+    asked = settings(
+        tiny_student, cache=str(toy_cache), corpus="few", methods=("talas", "leaf"), rounds=50, minutes=1e-6
+    )
+    assert {row["rounds"] for row in rows_of(bench(asked)).values()} == {1}
+
+
+@pytest.mark.slow
+def test_memory_on_a_processor_is_measured_in_a_process_of_its_own(toy_cache: Path, tiny_student: Path) -> None:
+    held_here = torch.ones(30_000_000)  # nobody's business
+    asked = settings(
+        tiny_student, cache=str(toy_cache), corpus="few", methods=("talas", "talas+asam"), rounds=1, alone=True
+    )
+    rows = rows_of(bench(asked))
+    for row in rows.values():
+        assert 0 < row["loaded_bytes"] <= row["peak_bytes"] < held_here.nbytes
+    assert rows["talas"]["ratio"]["memory"] == 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_peak_and_parts_are_those_of_its_own_allocations(toy_cache: Path, tiny_student: Path) -> None:
+    asked = settings(tiny_student, cache=str(toy_cache), corpus="few", methods=("talas", "talas+asam"))
+    rows = rows_of(bench(asked))
+    assert rows["talas"]["peak_bytes"] >= rows["talas"]["loaded_bytes"] > 0
+    assert rows["talas+asam"]["parts_ms"]["first_pass"] > 0
+
+
+def test_overrides_hold_for_every_row(tiny_student: Path) -> None:
+    asked = settings(tiny_student, cache="c", memory="low", sets=("training.optim=adamw_torch", "student.prompt=q: "))
+    config = asked.run_config()
+    assert (config.training.memory, config.training.optim, config.student.prompt) == ("low", "adamw_torch", "q: ")
+    assert config.student == StudentConfig(prompt="q: ")

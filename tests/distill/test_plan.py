@@ -1,0 +1,395 @@
+"""What a step on fake tensors foretells, against arithmetic, against torch's own counts, and against the paper."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from distill.config import RunConfig
+from distill.errors import ConfigError, NeedsNotMet, StudentError
+from distill.objectives import OBJECTIVES
+from distill.objectives.base import TeacherShape
+from distill.plan import plan
+from distill.plan.allocator import CachingAllocator
+from distill.plan.devices import GPUS, Device, parse_bytes
+from distill.plan.kernels import kernels
+from distill.plan.lengths import corpus_lengths
+from distill.plan.models import student_model, teacher_model
+from distill.plan.step import Trace, trace
+from distill.plan.tracker import Operation, Tracker
+from distill.shapes import SHAPES, has_shape, shape_config, shape_names
+from distill.trainer import Distillation
+from teacher_cache.cache import TeacherCache
+from tests.distill.tiny_runs import parts as parts_of
+from tests.distill.tiny_runs import tiny_config
+
+MIB = 2**20
+TEACHER = TeacherShape(24, normalized=True)
+
+
+def followed(*overrides: str, device: str = "cuda", precision: str = "fp32", attention: str | None = None) -> Trace:
+    """A step of a tiny student on 4 texts of 16 tokens."""
+    config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "sharpness.name=none", *overrides])
+    student = student_model(config.student).attending(attention)
+    return trace(config, student, TEACHER, [16] * 4, device=device, precision=precision)
+
+
+def published(*overrides: str, attention: str | None = "eager") -> Trace:
+    """BERT-base, 32 texts of 64 tokens in two views, half precision, a teacher 2,560 wide."""
+    config = RunConfig.load(None, ["student.model=shape:bert-base", *overrides])
+    student = student_model(config.student).attending(attention)
+    return trace(config, student, TeacherShape(2560, True), [64] * 32, device="cuda", precision="fp16")
+
+
+# -- what is followed -----------------------------------------------------------------------------------------
+
+
+def test_bytes_are_counted_once_and_until_the_last_view_is_gone() -> None:
+    tracker = Tracker()
+    with tracker.fake, tracker:
+        first = torch.empty(100)
+        view = first.view(10, 10)[2:]
+        second = torch.empty(50, dtype=torch.float16)
+        assert tracker.live["activations"] == 400 + 100
+        del first, second
+        assert tracker.live["activations"] == 400
+        del view
+    assert tracker.live["activations"] == 0
+    assert tracker.peak == 500
+
+
+def test_bytes_are_of_the_phase_that_allocated_them_unless_told_otherwise() -> None:
+    tracker = Tracker()
+    with tracker.fake, tracker:
+        with tracker.allocating("optimiser"):
+            state = torch.empty(10)
+        other = torch.empty(5)
+        tracker.declare([other], "gradients")
+        assert (tracker.live["optimiser"], tracker.live["gradients"]) == (40, 20)
+        assert tracker.live["activations"] == 0
+        del state, other
+
+
+def test_a_product_is_counted_as_its_arithmetic_and_traffic() -> None:
+    tracker = Tracker()
+    with tracker.fake, tracker:
+        _ = torch.empty(3, 4) @ torch.empty(4, 5)
+    (product,) = [operation for operation in tracker.operations if operation.flops]
+    assert product.flops == 2 * 3 * 4 * 5
+    assert product.bytes == 4 * (3 * 4 + 4 * 5 + 3 * 5)
+
+
+def test_lengths_are_true_while_numbers_are_not() -> None:
+    tracker = Tracker()
+    with tracker.fake, tracker:
+        mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+        assert mask.sum(1).tolist() == [2, 1]
+        assert not bool(mask.all())
+        assert bool(torch.isfinite(torch.empty(3).sum()))
+
+
+def test_a_tensor_of_many_integers_is_not_computed() -> None:
+    tracker = Tracker()
+    with tracker.fake, tracker:
+        mask = torch.ones(2048, 2048, dtype=torch.bool)
+        assert tracker.live["activations"] == 2048 * 2048
+        del mask
+
+
+# -- what an allocator keeps ----------------------------------------------------------------------------------
+
+
+def test_small_blocks_share_a_segment_and_large_ones_are_rounded() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(100)
+    allocator.allocate(MIB)
+    assert allocator.reserved == 2 * MIB
+    allocator.allocate(3 * MIB)
+    assert allocator.reserved == 2 * MIB + 20 * MIB
+    allocator.allocate(17 * MIB + 1)  # no room in the 20 any longer
+    assert allocator.reserved == 2 * MIB + 20 * MIB + 18 * MIB
+
+
+def test_freed_neighbours_are_joined_and_used_again() -> None:
+    allocator = CachingAllocator()
+    pieces = [allocator.allocate(5 * MIB) for _ in range(4)]
+    assert allocator.reserved == 20 * MIB
+    for piece in pieces[:2]:
+        allocator.release(piece, 5 * MIB)
+    allocator.allocate(9 * MIB)
+    assert allocator.reserved == 20 * MIB
+    allocator.release(pieces[3], 5 * MIB)
+    allocator.allocate(6 * MIB)  # 5 free at the end: a new segment
+    assert allocator.reserved == 40 * MIB
+
+
+# -- a whole step ---------------------------------------------------------------------------------------------
+
+
+def test_weights_heads_and_states_are_what_their_sizes_say() -> None:
+    found = followed(device="cpu", precision="fp32")
+    config = shape_config("shape:minilm-l3-h384")
+    heads = 2 * config.hidden_size * TEACHER.dim * 4
+    parameters = 4 * found.parameters
+    assert found.breakdown["heads"] == heads
+    assert 0 <= found.breakdown["weights"] - parameters < 64 * 400  # rounding, and tables of positions
+    states = 2 * (parameters + heads)
+    assert 0 <= found.breakdown["optimiser"] - states < 3 * 64 * 400
+
+
+def test_asam_keeps_one_copy_of_what_it_moves_and_norm_only_next_to_none() -> None:
+    full, small, plain = (published(f"sharpness.name={name}") for name in ("asam", "norm-only", "none"))
+    heads = 2 * 768 * 2560
+    assert full.breakdown["perturbation"] == pytest.approx(4 * (full.parameters + heads), rel=0.001)
+    assert small.breakdown["perturbation"] < 0.001 * full.breakdown["perturbation"]
+    assert "perturbation" not in plain.breakdown
+    assert full.allocated - plain.allocated == pytest.approx(full.breakdown["perturbation"], rel=0.001)
+    assert full.flops == pytest.approx(2 * plain.flops, rel=0.001)
+    assert plain.flops < small.flops < full.flops
+
+
+def test_where_texts_are_few_the_ascent_itself_is_the_peak() -> None:
+    found = followed("sharpness.name=asam", device="cpu")
+    assert found.breakdown["perturbation"] > 2 * 4 * found.parameters
+
+
+def test_a_step_that_ascends_every_third_time_is_that_much_cheaper() -> None:
+    always, sometimes, plain = (
+        followed(*overrides) for overrides in (["sharpness.name=sam"], ["sharpness.name=sam", "sharpness.every=3"], [])
+    )
+    assert [share for share, _ in sometimes.steps] == [1 / 3, 1 - 1 / 3]
+    assert sometimes.flops == pytest.approx(always.flops / 3 + plain.flops * 2 / 3, rel=1e-6)
+    assert sometimes.peak == pytest.approx(always.peak, rel=0.01)
+
+
+def test_the_flops_are_those_that_torch_counts_in_a_real_step(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(toy_cache, tiny_student, tmp_path)
+    parts = parts_of(config)
+    batch = parts.collator(parts.dataset.__getitems__(list(range(9))))
+    model = Distillation(parts.student, parts.objective).train()
+    with FlopCounterMode(display=False) as counted:
+        model(**batch)["loss"].backward()
+    lengths = batch["attention_mask"][:9].sum(1).tolist()
+    teacher = TeacherShape(batch["vectors"].shape[1], normalized=True)
+    found = trace(config, student_model(config.student), teacher, lengths, device="cpu", precision="fp32")
+    assert found.flops == counted.get_total_flops()
+
+
+def test_accumulation_repeats_the_batch_but_not_the_update() -> None:
+    once, four = followed(), followed("training.gradient_accumulation_steps=4")
+    assert four.flops == pytest.approx(4 * once.flops)
+    assert four.peak >= once.peak
+    updates = [[one.bytes for one in found.steps[0][1] if one.phase == "optimiser"] for found in (once, four)]
+    assert updates[0] == updates[1]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_can_be_foretold(objective: str) -> None:
+    config = RunConfig.load(
+        None, ["student.model=shape:minilm-l3-h384", f"objective.name={objective}", "sharpness.name=none"]
+    )
+    teacher = teacher_model("shape:mpnet-base").teacher_shape
+    found = trace(config, student_model(config.student), teacher, [9, 7, 4], device="cuda", precision="fp16")
+    assert found.peak > 16 * found.parameters
+    assert found.flops > 0
+
+
+def test_a_teacher_that_is_asked_at_every_step_is_in_memory_too() -> None:
+    config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "sharpness.name=none"])
+    student, teacher = student_model(config.student), teacher_model("multilingual-e5-small")
+    arguments: dict[str, Any] = {"device": "cuda", "precision": "fp16"}
+    alone = trace(config, student, teacher.teacher_shape, [16] * 4, **arguments)
+    asked = trace(config, student, teacher.teacher_shape, [16] * 4, online=teacher, **arguments)
+    weights = sum(parameter.numel() for parameter in _meta(teacher).parameters())
+    assert asked.breakdown["teacher"] == pytest.approx(2 * weights, rel=0.02)
+    assert asked.peak > alone.peak
+    assert asked.flops > alone.flops
+
+
+def _meta(model: Any) -> torch.nn.Module:
+    with torch.device("meta"):
+        built: torch.nn.Module = model.build()
+    return built
+
+
+# -- devices' kernels -----------------------------------------------------------------------------------------
+
+
+def test_a_gpu_keeps_a_byte_for_each_dropped_number_and_a_processor_its_precision() -> None:
+    kept = {}
+    for device in ("cuda", "cpu"):
+        tracker = Tracker()
+        with tracker.fake, tracker, kernels(device):
+            weights = torch.empty(1000, requires_grad=True)
+            before = tracker.live.get("activations", 0)
+            dropped = functional.dropout(weights, 0.1)
+            kept[device] = tracker.live["activations"] - before - dropped.numel() * 4
+    assert kept == {"cuda": 1000, "cpu": 4000}
+
+
+def test_the_kernels_are_torchs_own_again_afterwards() -> None:
+    before = functional.scaled_dot_product_attention, functional.dropout, functional.layer_norm
+    with pytest.raises(ZeroDivisionError), kernels("cuda"):
+        raise ZeroDivisionError
+    assert (functional.scaled_dot_product_attention, functional.dropout, functional.layer_norm) == before
+
+
+def test_fused_attention_grows_with_the_length_and_eager_with_its_square() -> None:
+    def activations(length: int, attention: str | None) -> int:
+        config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "sharpness.name=none"])
+        student = student_model(config.student).attending(attention)
+        found = trace(config, student, TEACHER, [length] * 4, device="cuda", precision="fp16")
+        return found.breakdown["activations"]
+
+    fused = activations(256, None) / activations(128, None)
+    eager = activations(256, "eager") / activations(128, "eager")
+    assert fused < 2.1
+    assert eager > 2.3
+
+
+# -- the paper's setting --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sharpness", "gigabytes"), [("none", 3.98), ("asam", 4.5)])
+def test_the_published_memory_is_foretold_within_a_twentieth(sharpness: str, gigabytes: float) -> None:
+    assert published(f"sharpness.name={sharpness}").peak / 1e9 == pytest.approx(gigabytes, rel=0.05)
+
+
+def test_low_memory_with_sharpness_takes_half_of_it() -> None:
+    low = ["training.memory=low", "sharpness.name=norm-only"]
+    assert published(*low, attention=None).peak <= 2.1e9
+    assert published(*low, "training.optim=adamw_bnb_8bit", attention=None).allocated <= 1.5e9
+
+
+def test_eight_bit_states_and_frozen_embeddings_take_what_their_bytes_say() -> None:
+    exact = followed(device="cpu").breakdown["optimiser"]
+    eight = followed("training.optim=adamw_bnb_8bit", device="cpu").breakdown["optimiser"]
+    frozen = followed("training.freeze_embeddings=true", device="cpu").breakdown["optimiser"]
+    config = shape_config("shape:minilm-l3-h384")
+    width = config.hidden_size
+    words = config.vocab_size * width
+    tables = words + (config.max_position_embeddings + config.type_vocab_size) * width
+    total = followed(device="cpu").parameters + 2 * width * TEACHER.dim
+    assert exact - frozen == pytest.approx(2 * 4 * words, rel=0.001)
+    assert eight == pytest.approx(2 * 4 * tables + 2 * (1 + 4 / 256) * (total - tables), rel=0.01)
+
+
+# -- time -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_the_longer_of_arithmetic_and_traffic() -> None:
+    device = Device("made up", 1, {"fp32": 100.0}, 10.0, compute_share=0.5, bandwidth_share=1.0, launch=0.0)
+    products = Operation(1000, 10, torch.float32, "activations"), Operation(50, 100, torch.float32, "activations")
+    assert device.seconds(products) == pytest.approx(1000 / 50 + 100 / 10)
+    assert replace(device, launch=100.0).seconds(products) == 200.0
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    sizes = {"15GB": 15 * 10**9, "14.5 GiB": int(14.5 * 2**30), "800mb": 8 * 10**8, "123": 123}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("", "GB", "-1GB", "15 apples", "nan", "infGB"):
+        with pytest.raises(ConfigError, match="expected a size"):
+            parse_bytes(text)
+
+
+# -- the whole plan -------------------------------------------------------------------------------------------
+
+
+def tiny(*overrides: str, **asked: Any) -> Any:
+    config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "sharpness.name=none", *overrides])
+    return plan(config, **{"length": 16, "teacher_dim": 24, **asked})
+
+
+def test_a_plan_names_every_device_and_whether_it_fits() -> None:
+    found = tiny("training.precision=bf16", device_memory=10**10, records=3200)
+    assert set(found.devices) == {*(gpu.name for gpu in GPUS), "this CPU"}
+    assert found.peak_bytes == sum(found.breakdown.values()) > found.allocated_bytes
+    assert found.fits
+    assert found.suggestions == ()
+    assert found.steps == 5 * 100
+    assert found.devices["T4"].step_ms is None  # has no bf16
+    assert found.devices["L4"].step_ms > 0
+
+
+def test_what_does_not_fit_is_told_what_helps_and_each_of_it_does() -> None:
+    found = tiny(device_memory=3 * 10**8)
+    assert not found.fits
+    assert found.suggestions
+    assert all(one.peak_bytes < found.peak_bytes for one in found.suggestions)
+    assert [one.fits for one in found.suggestions] == sorted((one.fits for one in found.suggestions), reverse=True)
+    for one in found.suggestions:
+        if not one.settings[0].startswith("student.max_length"):
+            assert tiny(*one.settings, suggest=False, device_memory=1).peak_bytes == one.peak_bytes
+
+
+def test_lengths_come_from_the_corpus(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    config = tiny_config(toy_cache, tiny_student, tmp_path)
+    student = student_model(config.student)
+    with TeacherCache.open(toy_cache) as cache:
+        manifest = cache.corpus("few")
+        texts = cache.texts(manifest.distinct_rows(cache.rows))
+        found = corpus_lengths(cache, manifest, student, "", 9, by_length=False, seed=1)
+        longest = corpus_lengths(cache, manifest, student, "", 9, by_length=True, seed=1)
+    words = sorted(len(text.split()) + 2 for text in texts)
+    assert len(found.typical) == len(found.largest) == 9
+    assert found.quantiles["1"] == words[-1] == max(found.largest)
+    assert np.mean(found.typical) == pytest.approx(np.mean(words), rel=0.1)
+    assert sorted(longest.largest) == words[-9:]
+    assert sum(found.largest) <= sum(longest.largest)
+    planned = plan(config)
+    assert planned.steps == 12
+    assert planned.lengths["texts"] == 60
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asked", "said"),
+    [
+        ([], {"teacher_dim": None}, "--teacher-dim"),
+        ([], {"length": None}, "--length"),
+        ([], {"length": 513}, "positions for 512"),
+        ([], {"length": 1}, "at least 2"),
+        ([], {"attention": "flash"}, "fused or eager"),
+        (["student.model="], {}, "no student given"),
+        (["student.model=shape:bert-bose"], {}, "did you mean shape:bert-base"),
+        (["objective.name=dskd"], {}, "--teacher MODEL"),
+        (["training.per_device_train_batch_size=1"], {}, "at least 2"),
+    ],
+)
+def test_what_cannot_be_foretold_is_refused_in_a_sentence(
+    overrides: list[str], asked: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((ConfigError, NeedsNotMet, StudentError), match=said):
+        tiny(*overrides, **asked)
+
+
+# -- shapes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_shape_is_found_by_its_name_its_models_name_and_its_hub_id() -> None:
+    assert has_shape("shape:qwen3-embedding-4b")
+    assert has_shape("Qwen3-Embedding-4B")
+    assert has_shape("Qwen/Qwen3-Embedding-4B")
+    assert not has_shape("qwen4")
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("bert-base", 109.5), ("minilm-l6-h384", 22.7), ("bge-m3", 567.8), ("qwen3-embedding-0.6b", 595.8)],
+)
+def test_a_shape_has_as_many_parameters_as_the_published_model(name: str, millions: float) -> None:
+    model = _meta(teacher_model(f"shape:{name}"))
+    count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    assert count == pytest.approx(millions, rel=0.006)  # bert-base is counted with its pooler
+
+
+def test_every_shape_can_be_configured() -> None:
+    assert [shape_config(name).model_type for name in shape_names()] == [
+        SHAPES[name].model_type for name in shape_names()
+    ]
