@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from distill.analyses.base import LARGEST_SEED, Analysis, number, one_of, whole_number
 from distill.checkpoints import STATE, step_of
 from distill.errors import EvaluationError, NonFiniteLoss
+from distill.pieces import Piece
 from distill.sharpness.ascent import SharpnessAware
 from distill.sharpness.hessian import DoubleBackward, GradientDifferences, Hessian, lanczos, power_iteration
 from distill.trained_run import TrainedRun
@@ -212,9 +213,13 @@ def encoded_once(model: Distillation) -> Iterator[None]:
 
     The model must be in evaluation mode, where their encodings are equal: it saves half of the work.
     """
-    encoder = model.student.encoder
+    student, encoder = model.student, model.student.encoder
     views = model.objective.needs.views
     doubled = False
+
+    def whole(attention_mask: Tensor) -> list[Piece]:
+        """In pieces the views of a text would no longer stand one half of a batch apart."""
+        return [Piece(torch.arange(len(attention_mask), device=attention_mask.device), slice(None))]
 
     def halve(module: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         nonlocal doubled
@@ -235,9 +240,11 @@ def encoded_once(model: Distillation) -> Iterator[None]:
         encoder.register_forward_pre_hook(halve, with_kwargs=True),
         encoder.register_forward_hook(repeat, with_kwargs=True),
     )
+    student.pieces = whole  # type: ignore[method-assign]
     try:
         yield
     finally:
+        del student.pieces
         for hook in hooks:
             hook.remove()
 

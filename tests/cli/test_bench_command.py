@@ -7,22 +7,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 
 from cli.bench import bench
-from cli.common import CONTEXT, Commands
+from cli.distill import main
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "t4.sh"
 
-
-@click.group(cls=Commands, context_settings=CONTEXT)
-def main() -> None:
-    """As `distill` has it, with one command."""
-
-
-main.add_command(bench)
 
 SHORT = ["--batch-size", "6", "--steps", "1", "--warm_up", "0", "--rounds", "1", "--precision", "fp32", "--no-memory"]
 
@@ -128,7 +120,7 @@ def test_the_gpu_script_runs_to_its_end_on_what_is_there(
     root = SCRIPT.parents[1]
     command = tmp_path / "distill"
     command.write_text(
-        '#!/usr/bin/env bash\nexec python -c "from tests.cli.test_bench_command import main; main()" "$@"\n',
+        '#!/usr/bin/env bash\nexec python -c "from cli.distill import main; main()" "$@"\n',
         encoding="utf-8",
     )
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
