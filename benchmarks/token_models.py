@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast, set_seed
+from tokenizers.models import WordPiece
+from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertModel, set_seed
 
+from distill.bench.made_up import write_tokenizer
 from teacher_cache.corpus import Corpus
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.folder import ModelFolder
@@ -73,7 +75,8 @@ def made_up(folder: Path) -> tuple[Path, Path, Path]:
     letters = [mark + letter for letter in sorted(set("".join(words))) for mark in ("", "##")]
     models = []
     for name, vocabulary, width, layers in (("teacher", letters, 64, 4), ("student", words, 32, 2)):
-        size = write_tokenizer(folder / name, vocabulary)
+        tokens = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *vocabulary])}
+        size = write_tokenizer(folder / name, WordPiece(tokens, unk_token="[UNK]"), 128)
         config = BertConfig(
             vocab_size=size,
             hidden_size=width,
@@ -90,26 +93,6 @@ def made_up(folder: Path) -> tuple[Path, Path, Path]:
     lines = [" ".join(random.choice(words, size=random.integers(4, 16))) for _ in range(200)]
     (folder / "texts.txt").write_text("\n".join(lines))
     return models[0], models[1], folder / "texts.txt"
-
-
-def write_tokenizer(folder: Path, vocabulary: list[str]) -> int:
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    numbers = {name: number for number, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *vocabulary])}
-    core = Tokenizer(models.WordPiece(numbers, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[(name, numbers[name]) for name in ("[CLS]", "[SEP]")]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token="[UNK]",
-        pad_token="[PAD]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        model_max_length=128,
-    ).save_pretrained(folder)
-    return len(numbers)
 
 
 def write_texts(source: Path, target: Path, limit: int) -> None:

@@ -8,18 +8,17 @@ import click
 
 from cli.common import check_output, common_options, emit, meta, progress_bar
 
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
 
 def read_size(ctx: click.Context, option: click.Parameter, value: str | None) -> int | None:
     """Bytes, as 15GB or 15GiB."""
     if value is None:
         return None
-    text = value.strip().upper()
-    number = text.rstrip("BGIKM")
+    from distill.errors import ConfigError
+    from distill.plan.devices import parse_bytes
+
     try:
-        return round(float(number) * UNITS[text[len(number) :] or "B"])
-    except (ValueError, KeyError):
+        return parse_bytes(value)
+    except ConfigError:
         raise click.BadParameter(f"{value!r} is no size such as 15GB or 15GiB") from None
 
 

@@ -76,8 +76,8 @@ def plan(
     without numbers, and every allocation is followed.
     """
     from distill.config import RunConfig
-    from distill.plan import plan as foretell
     from distill.plan.devices import parse_bytes
+    from distill.plan.forecast import plan as foretell
 
     given = [f"{KEYS[flag]}={value}" for flag, value in flags.items() if value is not None]
     found = foretell(

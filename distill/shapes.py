@@ -35,6 +35,16 @@ class Shape:
     hub_id: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def positions(self) -> int:
+        """Longest input in tokens; RoBERTa-like tables of positions begin behind the padding id."""
+        return int(self.values["max_position_embeddings"]) - 2 * (self.model_type in ("xlm-roberta", "mpnet"))
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees those before it alone; such models are padded on the left."""
+        return self.model_type == "qwen3"
+
 
 def _bert(width: int, layers: int, heads: int, pooling: str = "mean", length: int = 512, hub_id: str = "") -> Shape:
     return Shape(

@@ -274,11 +274,15 @@ def student_shape(config: StudentConfig) -> StudentShape:
     return StudentShape(known.width, known.layers, spec.space.pooling, known.heads)
 
 
-def _resolved(config: StudentConfig) -> tuple[TeacherOptions, TeacherSpec, ModelFolder]:
-    """How a student is asked: as a teacher of its kind, in float32."""
+def student_options(config: StudentConfig) -> TeacherOptions:
+    """A student as a teacher of its kind, in float32.
+
+    Raises:
+        StudentError: the configuration names none.
+    """
     if not config.model:
         raise StudentError("no student given; name one with --student FOLDER or student.model in the YAML")
-    options = TeacherOptions(
+    return TeacherOptions(
         model=config.model,
         backend="transformer",
         pooling=config.pooling,
@@ -287,6 +291,11 @@ def _resolved(config: StudentConfig) -> tuple[TeacherOptions, TeacherSpec, Model
         dtype="float32",
         trust_remote_code=config.trust_remote_code,
     )
+
+
+def _resolved(config: StudentConfig) -> tuple[TeacherOptions, TeacherSpec, ModelFolder]:
+    """How a student is asked, who that is, and its files."""
+    options = student_options(config)
     try:
         spec = resolve(options)
         if spec.folder is None:

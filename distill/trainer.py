@@ -204,17 +204,17 @@ class DistillTrainer(SharpnessMixin, Trainer):
             # Of the objective, not of the data set: an online teacher's run has the order of one on the cache.
             tokens=self.model.objective.needs.tokens,
         )
-        shuffled = ShuffledDataset(dataset, sampler.order, by_length=self.config.data.group_by_length)
+        batches: Any = ShuffledDataset(dataset, sampler.order, by_length=self.config.data.group_by_length)
+        collate: Any = self.data_collator
         # Loading processes read ahead by themselves, and an online teacher answers where the student is trained.
-        ahead = workers == 0 and self.data_collator.online is None
-        # A step takes all of its micro-batches at once.
-        batches = PrefetchedBatches(
-            shuffled, self.data_collator, sampler.following, self.args.gradient_accumulation_steps + 1
-        )
+        if workers == 0 and collate.online is None:
+            # A step takes all of its micro-batches at once.
+            ahead = self.args.gradient_accumulation_steps + 1
+            batches, collate = PrefetchedBatches(batches, collate, sampler.following, ahead), as_it_is
         return DataLoader(
-            batches if ahead else shuffled,
+            batches,
             batch_sampler=sampler,
-            collate_fn=as_it_is if ahead else self.data_collator,
+            collate_fn=collate,
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers and workers > 0,

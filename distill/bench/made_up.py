@@ -58,9 +58,8 @@ def write_student(name: str, folder: Path) -> StudentConfig:
     set_seed(SEED)
     with loading(folder):  # silently
         AutoModel.from_config(config).save_pretrained(folder)
-    positions = int(config.max_position_embeddings)
-    longest = min(shape.max_length, positions - (2 if shape.model_type in ("mpnet", "xlm-roberta") else 0))
-    _write_tokenizer(folder, int(config.vocab_size), int(config.pad_token_id or 0), longest)
+    longest = min(shape.max_length, shape.positions)
+    write_tokenizer(folder, _words(int(config.vocab_size), int(config.pad_token_id or 0)), longest)
     return StudentConfig(str(folder), pooling=shape.pooling)
 
 
@@ -75,19 +74,29 @@ def write_teacher(config: Any, tokenizer: Any, folder: Path) -> Path:
     return folder
 
 
-def _write_tokenizer(folder: Path, size: int, pad: int, max_length: int) -> None:
-    """`size` words between spaces, w0, w1 and so on, among them BERT's special ones."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+def _words(size: int, pad: int) -> Any:
+    """The tokens of `size` words between spaces, w0, w1 and so on, among them BERT's special ones."""
+    from tokenizers.models import WordLevel
 
     names = ["[UNK]", "[CLS]", "[SEP]"]
     names.insert(min(pad, len(names)), "[PAD]")
     names += [f"w{number}" for number in range(size - len(names))]
-    vocabulary = {name: number for number, name in enumerate(names)}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    return WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
+
+
+def write_tokenizer(folder: Path, model: Any, max_length: int) -> int:
+    """A tokenizer of words between spaces, with BERT's special tokens around a text; its number of tokens.
+
+    Args:
+        model: of the `tokenizers` library; [PAD], [UNK], [CLS] and [SEP] are in its vocabulary.
+    """
+    from tokenizers import Tokenizer, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(model)
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
+        single="[CLS] $A [SEP]", special_tokens=[(name, core.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     )
     PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -97,6 +106,7 @@ def _write_tokenizer(folder: Path, size: int, pad: int, max_length: int) -> None
         sep_token="[SEP]",
         model_max_length=max_length,
     ).save_pretrained(folder)
+    return int(core.get_vocab_size())
 
 
 class MadeUpTeacher(TransformerTeacher):

@@ -117,24 +117,37 @@ class _Question:
         return trace(self.config, student, self.shape, lengths, device=device, precision=precision, online=self.online)
 
 
-def forecast(
+def plan(
     config: RunConfig,
     *,
-    length: int | None,
-    teacher_dim: int | None,
-    teacher: str | None,
-    attention: str,
-    device_memory: int | None,
-    records: int | None,
-    suggest: bool,
-    announce: Callable[[str], None],
+    length: int | None = None,
+    teacher_dim: int | None = None,
+    teacher: str | None = None,
+    attention: str = "fused",
+    device_memory: int | None = None,
+    records: int | None = None,
+    suggest: bool = True,
+    announce: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """See `distill.plan.plan`."""
+    """Foretell memory and time of a step of `config`; no weights are loaded, nothing is written.
+
+    Args:
+        length: tokens of every text, specials included; None takes the corpus's own lengths.
+        teacher_dim: width of the teacher's vectors; None takes the space's, or the online teacher's.
+        teacher: model folder or shape that is asked at every step on the same device; None is a cached teacher.
+        attention: on GPUs: "fused", as torch's kernels compute it, or "eager", which keeps every attention map.
+        device_memory: bytes that a step should fit into; None is the smallest GPU of the table.
+        records: that an epoch has; None takes the corpus's.
+        suggest: where it does not fit, look for what would make it.
+        announce: is told what is being followed.
+
+    Raises:
+        KnownError: settings that no run can have, or a model, cache or length that is not there.
+    """
     config.check()
     if attention not in ATTENTION:
         raise ConfigError(f"attention: expected {' or '.join(ATTENTION)}, found {attention!r}")
-    asked = _question(config, length, teacher_dim, teacher, attention)
-    question, corpus_records = asked
+    question, corpus_records = _question(config, length, teacher_dim, teacher, attention)
     records = records if records is not None else corpus_records
     steps = _steps(config, records)
     wanted = config.training.precision

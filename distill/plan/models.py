@@ -1,7 +1,6 @@
 """Models of which only the sizes count, from a shape's name or a folder's configuration; no weights are read."""
 
 import copy
-import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -13,14 +12,12 @@ from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.objectives.base import TeacherShape
 from distill.shapes import find_shape, has_shape, is_shape, shape_config
-from distill.student import Student
+from distill.student import Student, student_options
 from teacher_cache.align import STUDENT_LENGTH
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.folder import ModelFolder
-
-# Their attention sees what stands before alone, and they are padded on the left.
-_DECODERS = ("qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "phi3")
+from teacher_cache.teachers.transformer import without_pooler
 
 
 @dataclass(frozen=True)
@@ -72,15 +69,11 @@ class Model:
         Raises:
             StudentError: transformers cannot build it.
         """
-        from transformers import MODEL_MAPPING, AutoModel
+        from transformers import AutoModel
 
-        known: Any = MODEL_MAPPING.get(type(self.config), None)
-        extra: dict[str, Any] = {}
-        if isinstance(known, type) and "add_pooling_layer" in inspect.signature(known).parameters:
-            extra["add_pooling_layer"] = False
         try:
             encoder: nn.Module = AutoModel.from_config(
-                self.config, dtype=dtype, trust_remote_code=self.trust_remote_code, **extra
+                self.config, dtype=dtype, trust_remote_code=self.trust_remote_code, **without_pooler(self.config)
             )
         except (ValueError, TypeError, AttributeError, ImportError, KeyError) as error:
             raise StudentError(f"{self.name} cannot be built from its configuration: {error}") from error
@@ -108,21 +101,7 @@ def student_model(config: StudentConfig) -> Model:
     Raises:
         StudentError: there is no such shape or folder, or the folder is no model.
     """
-    if not config.model:
-        raise StudentError("no student given; name one with --student FOLDER or shape:NAME")
-    return _model(
-        TeacherOptions(
-            model=config.model,
-            backend="transformer",
-            pooling=config.pooling,
-            prompt=config.prompt,
-            max_length=config.max_length,
-            dtype="float32",
-            trust_remote_code=config.trust_remote_code,
-        ),
-        "student",
-        STUDENT_LENGTH,
-    )
+    return _model(student_options(config), "student", STUDENT_LENGTH)
 
 
 def teacher_model(name: str, *, trust_remote_code: bool = False) -> Model:
@@ -172,15 +151,13 @@ def _model(options: TeacherOptions, role: str, longest: int | None) -> Model:
 def _shape(options: TeacherOptions, longest: int | None) -> Model:
     shape = find_shape(options.model)
     config: Any = shape_config(options.model)
-    causal = shape.model_type in _DECODERS
-    positions = int(config.max_position_embeddings) - (2 if shape.model_type in ("xlm-roberta", "mpnet") else 0)
     length = options.max_length or min(shape.max_length, longest or shape.max_length)
     return Model(
         options.model,
         config,
         options.pooling or shape.pooling,
-        "left" if causal else "right",
+        "left" if shape.causal else "right",
         length,
-        positions,
-        causal,
+        shape.positions,
+        shape.causal,
     )

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# What torch's own compiler makes of a linear layer and its activation; absent from builds without oneDNN.
-_ONEDNN: Any = (
-    torch.ops.mkldnn._linear_pointwise
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    else None
-)
+from teacher_cache.teachers.linear import ONEDNN_LINEAR
+
+# It takes an activation behind the layer too; None where oneDNN, or the processor, has no bfloat16.
+_ONEDNN: Any = ONEDNN_LINEAR if ONEDNN_LINEAR is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
 
 
 class Bfloat16Linear(nn.Linear):

@@ -14,7 +14,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 # What torch's own compiler makes of a linear layer on a processor; absent from builds without oneDNN.
-_ONEDNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+ONEDNN_LINEAR: Any = (
+    getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+)
 
 
 class _OneDnnLinear(TorchFunctionMode):
@@ -40,9 +42,9 @@ def _plain(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    return _ONEDNN(input, weight, bias, "none", [], "")
+    return ONEDNN_LINEAR(input, weight, bias, "none", [], "")
 
 
 def fast_linear(device: torch.device) -> AbstractContextManager[Any]:
     """A context for forward passes without gradients, which it does not compute."""
-    return _OneDnnLinear() if device.type == "cpu" and _ONEDNN is not None else nullcontext()
+    return _OneDnnLinear() if device.type == "cpu" and ONEDNN_LINEAR is not None else nullcontext()

@@ -116,7 +116,7 @@ def load_encoder(folder: Path, dtype: "torch.dtype", device: "torch.device", opt
     Raises:
         TeacherError: it cannot be loaded, or its checkpoint lacks weights.
     """
-    from transformers import MODEL_MAPPING, AutoConfig, AutoModel
+    from transformers import AutoConfig, AutoModel
 
     from teacher_cache.teachers.bfloat16 import multiply_in_bfloat16, rounds_linear_layers
     from teacher_cache.teachers.loading import loading, require_all_weights
@@ -124,12 +124,9 @@ def load_encoder(folder: Path, dtype: "torch.dtype", device: "torch.device", opt
     rounds = rounds_linear_layers(dtype, device)
     with loading(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=options.trust_remote_code)
-        extra: dict[str, Any] = {}
+        extra = without_pooler(config)
         if options.attn_implementation is not None:
             extra["attn_implementation"] = options.attn_implementation
-        if _has_pooler_switch(MODEL_MAPPING.get(type(config), None)):
-            # Its output is never read, and many checkpoints lack its weights.
-            extra["add_pooling_layer"] = False
         model, info = AutoModel.from_pretrained(
             folder,
             config=config,
@@ -149,8 +146,17 @@ def load_encoder(folder: Path, dtype: "torch.dtype", device: "torch.device", opt
         return model.to(device).eval()
 
 
-def _has_pooler_switch(model_class: Any) -> bool:
-    return isinstance(model_class, type) and "add_pooling_layer" in inspect.signature(model_class).parameters
+def without_pooler(config: Any) -> dict[str, Any]:
+    """What `AutoModel` is given so that a model has no pooler: nobody reads it, and many checkpoints lack its weights.
+
+    Args:
+        config: transformers' own; empty where its model has no such switch.
+    """
+    from transformers import MODEL_MAPPING
+
+    model: Any = MODEL_MAPPING.get(type(config), None)
+    has_switch = isinstance(model, type) and "add_pooling_layer" in inspect.signature(model).parameters
+    return {"add_pooling_layer": False} if has_switch else {}
 
 
 def _forward(model: Any, pooling: str, padding_side: str) -> "Forward":

@@ -11,20 +11,20 @@ from teacher_cache.teachers.linear import fast_linear
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(linear._ONEDNN is None, reason="torch was built without oneDNN")
+pytestmark = pytest.mark.skipif(linear.ONEDNN_LINEAR is None, reason="torch was built without oneDNN")
 
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the states that oneDNN was given."""
     given: list[tuple[int, ...]] = []
-    multiply = linear._ONEDNN
+    multiply = linear.ONEDNN_LINEAR
 
     def watched(states: torch.Tensor, *others: Any) -> Any:
         given.append(tuple(states.shape))
         return multiply(states, *others)
 
-    monkeypatch.setattr(linear, "_ONEDNN", watched)
+    monkeypatch.setattr(linear, "ONEDNN_LINEAR", watched)
     return given
 
 
