@@ -16,7 +16,7 @@ def save_memory(student: Student, training: TrainingConfig) -> None:
     Raises:
         ConfigError: its word embeddings are to be frozen, and cannot be told from its other weights.
     """
-    student.recompute_pieces = training.memory == "low"
+    student.recompute_halves = training.memory == "low"
     if training.freeze_embeddings:
         word_embeddings(student).requires_grad_(False)
 

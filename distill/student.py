@@ -19,7 +19,8 @@ from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.internals import capture_internals
 from distill.objectives.base import Internals, Needs, StudentShape, TokenStates
-from distill.pieces import Piece, in_order, pieces
+from distill.packing import Packing, is_packable, make_packable, packed_arguments
+from distill.pieces import in_order, pieces
 from teacher_cache.align import STUDENT_LENGTH
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
@@ -40,11 +41,11 @@ class Student(nn.Module):
         max_length: tokens, specials included.
         name: hub id or folder name, for people.
         digests: of the files it was loaded from, "weights" and "tokenizer".
-        recompute_pieces: of a forward pass keep the pooled states alone; a piece of the batch is encoded again, with
-            the same dropout masks, when its gradient is due.
+        recompute_halves: of a forward pass keep the pooled states alone; a half of the batch, which is a view where
+            there are two, is encoded again, with the same dropout masks, when its gradient is due.
     """
 
-    recompute_pieces: bool = False
+    recompute_halves: bool = False
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Student(nn.Module):
         self.prompt = prompt
         self.name = name
         self.digests = dict(digests or {})
+        make_packable(encoder)
         self._with_positions = needs_position_ids(encoder, str(tokenizer.padding_side))
         # RoBERTa-like models find their positions from the ids where padding comes first.
         positions_known = self._with_positions or tokenizer.padding_side == "right"
@@ -119,27 +121,38 @@ class Student(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`(L + 1, n, d_s)` float32: the pooled state of the embedding layer and of each block."""
-        found = self.pieces(attention_mask)
-        # Looked up once: every look-up has a gradient of the whole table.
-        name, inputs = "input_ids", input_ids
-        if self._takes_embeddings and len(found) > 1:
-            encoder: Any = self.encoder
-            name, inputs = "inputs_embeds", encoder.get_input_embeddings()(input_ids)
+        if not (self.recompute_halves and torch.is_grad_enabled()):
+            return self._states("input_ids", input_ids, attention_mask)
+        name, inputs = self._looked_up(input_ids)
+        halves = zip(inputs.chunk(2), attention_mask.chunk(2), strict=True)
+        return torch.cat([checkpoint(self._states, name, *half, use_reentrant=False) for half in halves], dim=1)
+
+    def _states(self, name: str, inputs: Tensor, attention_mask: Tensor) -> Tensor:
+        """What `forward` gives, of the encoder's argument `name`."""
+        found = pieces(attention_mask)
+        if self._packs(attention_mask):
+            packing = Packing(attention_mask, found)
+            said = self.encoder(**packed_arguments(self.encoder, packing, name, inputs), output_hidden_states=True)
+            return in_order(found, [torch.stack([packing.pool(state, self.pooling) for state in said.hidden_states])])
+        if name == "input_ids" and len(found) > 1:
+            name, inputs = self._looked_up(inputs)
         states = []
         for piece in found:
-            its = (inputs[piece.rows, piece.columns], attention_mask[piece.rows, piece.columns])
-            if self.recompute_pieces and torch.is_grad_enabled():
-                states.append(checkpoint(self._piece, name, *its, use_reentrant=False))
-            else:
-                states.append(self._piece(name, *its))
+            mask = attention_mask[piece.rows, piece.columns]
+            said = self._encode(mask, **{name: inputs[piece.rows, piece.columns]})
+            states.append(self._pooled(said.hidden_states, mask))
         return in_order(found, states)
 
-    def pieces(self, attention_mask: Tensor) -> list[Piece]:
-        """How a batch is worked through."""
-        return pieces(attention_mask)
+    def _looked_up(self, input_ids: Tensor) -> tuple[str, Tensor]:
+        """The word embeddings of a batch, once: every look-up has a gradient of the whole table."""
+        if not self._takes_embeddings:
+            return "input_ids", input_ids
+        encoder: Any = self.encoder
+        return "inputs_embeds", encoder.get_input_embeddings()(input_ids)
 
-    def _piece(self, name: str, inputs: Tensor, attention_mask: Tensor) -> Tensor:
-        return self._pooled(self._encode(attention_mask, **{name: inputs}).hidden_states, attention_mask)
+    def _packs(self, attention_mask: Tensor) -> bool:
+        """Whether a batch has padding to leave out, an encoder that can, and no text without a token."""
+        return is_packable(self.encoder) and not bool(attention_mask.all()) and bool(attention_mask.any(1).all())
 
     def forward_tokens(
         self, input_ids: Tensor, attention_mask: Tensor, special: Tensor, needs: Needs

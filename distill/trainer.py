@@ -82,13 +82,15 @@ class Distillation(nn.Module):
             climbs: adds `climbed`, what a sharpness-aware step climbs in place of the loss.
         """
         views = input_ids.shape[0] // vectors.shape[0]
+        alike = 1 if self.training else _alike(input_ids, attention_mask, views)
+        input_ids, attention_mask = (part[: len(part) // alike] for part in (input_ids, attention_mask))
         if special is None or teacher_tokens is None:
-            output = StudentOutput(self.student(input_ids, attention_mask), views)
+            output = StudentOutput(self.student(input_ids, attention_mask).repeat(1, alike, 1), views)
             targets = TeacherTargets(vectors, text_ids, domains)
         else:
             needs = self.objective.needs
             layers, tokens = self.student.forward_tokens(input_ids, attention_mask, special, needs)
-            output = StudentOutput(layers, views, tokens)
+            output = StudentOutput(layers.repeat(1, alike, 1), views, tokens)
             targets = TeacherTargets(vectors, text_ids, domains, _token_states(teacher_tokens), alignment)
         terms = self.objective(output, targets)
         climbed = None if climbs is None else climbs(self.objective, output, targets, terms)
@@ -106,6 +108,14 @@ class ProjectedStudent:
     def encode(self, texts: Sequence[str], /) -> npt.NDArray[np.float32]:
         """`(n, d)` vectors, without dropout, not normalised."""
         return self.student.encode(texts, projection=self.projection)
+
+
+def _alike(input_ids: Tensor, attention_mask: Tensor, views: int) -> int:
+    """How often a batch holds the same texts: views that dropout alone tells apart are equal without it."""
+    same = all(
+        torch.equal(view, whole[: len(view)]) for whole in (input_ids, attention_mask) for view in whole.chunk(views)
+    )
+    return views if same else 1
 
 
 def _token_states(tensors: Mapping[str, Any]) -> TokenStates:

@@ -20,8 +20,7 @@ parameters: orders can be compared with them, sizes cannot.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +33,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from distill.analyses.base import LARGEST_SEED, Analysis, number, one_of, whole_number
 from distill.checkpoints import STATE, step_of
 from distill.errors import EvaluationError, NonFiniteLoss
-from distill.pieces import Piece
 from distill.sharpness.ascent import SharpnessAware
 from distill.sharpness.hessian import DoubleBackward, GradientDifferences, Hessian, lanczos, power_iteration
 from distill.trained_run import TrainedRun
@@ -154,25 +152,24 @@ class Curvature(Analysis):
             value: Tensor = model(**inputs)["loss"]
             return value
 
-        with encoded_once(model):
-            found: dict[str, Any] = {
-                "sharpness": self._rise(model, loss, batches, "none", self.rho),
-                "adaptive_sharpness": self._rise(model, loss, batches, "abs", self.adaptive_rho),
-            }
-            with torch.no_grad():
-                found["value"] = float(torch.stack([loss(inputs) for inputs in batches]).mean())
-            if not self.differences:
-                # Fused attention kernels have no second derivative.
-                with sdpa_kernel([SDPBackend.MATH]):
-                    mean = torch.stack([loss(inputs) for inputs in batches]).mean()
-                    exact = DoubleBackward(mean, model.parameters())
-                try:
-                    return found | {"products": "exact"} | self._eigenvalues(model, exact)
-                except NonFiniteLoss:
-                    del mean, exact
-                    self.announce("the loss cannot be differentiated twice; taking differences of its gradients")
-            differences = GradientDifferences(lambda: (loss(inputs) for inputs in batches), model.parameters())
-            return found | {"products": "differences"} | self._eigenvalues(model, differences)
+        found: dict[str, Any] = {
+            "sharpness": self._rise(model, loss, batches, "none", self.rho),
+            "adaptive_sharpness": self._rise(model, loss, batches, "abs", self.adaptive_rho),
+        }
+        with torch.no_grad():
+            found["value"] = float(torch.stack([loss(inputs) for inputs in batches]).mean())
+        if not self.differences:
+            # Fused attention kernels have no second derivative.
+            with sdpa_kernel([SDPBackend.MATH]):
+                mean = torch.stack([loss(inputs) for inputs in batches]).mean()
+                exact = DoubleBackward(mean, model.parameters())
+            try:
+                return found | {"products": "exact"} | self._eigenvalues(model, exact)
+            except NonFiniteLoss:
+                del mean, exact
+                self.announce("the loss cannot be differentiated twice; taking differences of its gradients")
+        differences = GradientDifferences(lambda: (loss(inputs) for inputs in batches), model.parameters())
+        return found | {"products": "differences"} | self._eigenvalues(model, differences)
 
     def _eigenvalues(self, model: Distillation, hessian: Hessian) -> dict[str, Any]:
         student = hessian.block(model.student.parameters())
@@ -205,48 +202,6 @@ class Curvature(Analysis):
                 rise += float(loss(inputs) - at_weights.detach())
             before += float(at_weights.detach())
         return {"rho": rho, "rise": rise / len(batches), "relative": rise / before if before else 0.0}
-
-
-@contextmanager
-def encoded_once(model: Distillation) -> Iterator[None]:
-    """Inside, texts that a batch holds twice, as two views that only dropout tells apart, are encoded once.
-
-    The model must be in evaluation mode, where their encodings are equal: it saves half of the work.
-    """
-    student, encoder = model.student, model.student.encoder
-    views = model.objective.needs.views
-    doubled = False
-
-    def whole(attention_mask: Tensor) -> list[Piece]:
-        """In pieces the views of a text would no longer stand one half of a batch apart."""
-        return [Piece(torch.arange(len(attention_mask), device=attention_mask.device), slice(None))]
-
-    def halve(module: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        nonlocal doubled
-        first, *others = named["input_ids"].chunk(views)
-        doubled = bool(others) and all(torch.equal(first, other) for other in others)
-        if doubled:
-            texts = len(first)
-            named = {name: value[:texts] if isinstance(value, Tensor) else value for name, value in named.items()}
-        return arguments, named
-
-    def repeat(module: Any, arguments: Any, named: dict[str, Any], said: Any) -> Any:
-        if doubled:
-            said.last_hidden_state = torch.cat([said.last_hidden_state] * views)
-            said.hidden_states = tuple(torch.cat([state] * views) for state in said.hidden_states)
-        return said
-
-    hooks = (
-        encoder.register_forward_pre_hook(halve, with_kwargs=True),
-        encoder.register_forward_hook(repeat, with_kwargs=True),
-    )
-    student.pieces = whole  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del student.pieces
-        for hook in hooks:
-            hook.remove()
 
 
 def _spread(checkpoints: Sequence[Path], count: int | None) -> list[Path]:

@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -137,7 +142,10 @@ class Tracker(TorchDispatchMode):
             return False
         if function._schema.is_mutable or function is aten._local_scalar_dense.default:
             return True
-        outputs = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        try:
+            outputs = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        except DynamicOutputShapeException:  # as many as the inputs' numbers say
+            return True
         if sum(tensor.numel() for tensor in outputs) > REAL_ELEMENTS:
             return False
         return bool(inputs) or not any(tensor.is_floating_point() for tensor in outputs)

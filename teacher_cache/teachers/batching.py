@@ -21,7 +21,6 @@ from teacher_cache.errors import TeacherError
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers.attention import layers_of, make_recordable, watching
 from teacher_cache.teachers.base import Encoded
-from teacher_cache.teachers.linear import fast_linear
 from teacher_cache.teachers.pieces import pieces_of, require_offsets
 from teacher_cache.teachers.token_states import TokenPass
 from teacher_cache.tokens import OTHER, TextTokens, TokenRequest
@@ -264,7 +263,7 @@ class BatchedEncoder:
         try:
             batch = self._pad(tokens, rows)
             by_token, watched = self._watched(model, batch["attention_mask"])
-            with watched, fast_linear(self._device):
+            with watched:
                 vectors = model.forward(batch).float()
         except torch.OutOfMemoryError:
             return None

@@ -162,6 +162,7 @@ def _loader(spec: TeacherSpec, files: ModelFolder, device: "torch.device") -> Ca
 
         from teacher_cache.teachers.batching import LoadedModel
         from teacher_cache.teachers.bfloat16 import multiply_in_bfloat16, rounds_linear_layers
+        from teacher_cache.teachers.linear import multiply_by_onednn
         from teacher_cache.teachers.loading import loading, require_all_weights
 
         rounds = rounds_linear_layers(dtype, device)
@@ -191,6 +192,8 @@ def _loader(spec: TeacherSpec, files: ModelFolder, device: "torch.device") -> Ca
             require_all_weights(files.encoder, info)
             if rounds:
                 multiply_in_bfloat16(network)
+            else:
+                multiply_by_onednn(network)
             return LoadedModel(_forward(model.eval(), spec), model.tokenizer, network)
 
     return load

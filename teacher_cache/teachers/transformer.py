@@ -71,7 +71,7 @@ class TransformerTeacher(Teacher):
             raise TeacherError(f"{spec.space.teacher} has no folder to load from")
         self.space = spec.space
         device = choose_device(spec.options.device)
-        load = _loader(spec, ModelFolder(spec.folder).encoder, device)
+        load = loader(spec, ModelFolder(spec.folder).encoder, device, load_encoder)
         self._encoder = BatchedEncoder(spec.space, device, load, spec.options.batch_tokens, spec.request)
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
@@ -93,7 +93,15 @@ def _pooling_of(files: ModelFolder) -> str:
     return "last_token" if files.is_causal else "mean"
 
 
-def _loader(spec: TeacherSpec, folder: Path, device: "torch.device") -> Callable[["torch.dtype"], "LoadedModel"]:
+def loader(
+    spec: TeacherSpec, folder: Path, device: "torch.device", network: Callable[..., Any]
+) -> Callable[["torch.dtype"], "LoadedModel"]:
+    """What a `BatchedEncoder` loads the teacher with.
+
+    Args:
+        network: gives the transformers model, of the arguments of `load_encoder`.
+    """
+
     def load(dtype: "torch.dtype") -> "LoadedModel":
         from transformers import AutoTokenizer
 
@@ -104,7 +112,7 @@ def _loader(spec: TeacherSpec, folder: Path, device: "torch.device") -> Callable
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=spec.options.trust_remote_code
             )
-        model = load_encoder(folder, dtype, device, spec.options)
+        model = network(folder, dtype, device, spec.options)
         return LoadedModel(_forward(model, spec.space.pooling, spec.space.padding_side), tokenizer, model)
 
     return load
@@ -118,15 +126,12 @@ def load_encoder(folder: Path, dtype: "torch.dtype", device: "torch.device", opt
     """
     from transformers import AutoConfig, AutoModel
 
-    from teacher_cache.teachers.bfloat16 import multiply_in_bfloat16, rounds_linear_layers
+    from teacher_cache.teachers.bfloat16 import rounds_linear_layers
     from teacher_cache.teachers.loading import loading, require_all_weights
 
     rounds = rounds_linear_layers(dtype, device)
     with loading(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=options.trust_remote_code)
-        extra = without_pooler(config)
-        if options.attn_implementation is not None:
-            extra["attn_implementation"] = options.attn_implementation
         model, info = AutoModel.from_pretrained(
             folder,
             config=config,
@@ -136,14 +141,30 @@ def load_encoder(folder: Path, dtype: "torch.dtype", device: "torch.device", opt
             weights_only=True,
             trust_remote_code=options.trust_remote_code,
             output_loading_info=True,
-            **extra,
+            **encoder_arguments(config, options),
         )
         require_all_weights(folder, info)
-        if hasattr(model.config, "use_cache"):
-            model.config.use_cache = False
-        if rounds:
-            multiply_in_bfloat16(model)
-        return model.to(device).eval()
+        return ready_encoder(model, dtype, device)
+
+
+def encoder_arguments(config: Any, options: TeacherOptions) -> dict[str, Any]:
+    """What `AutoModel` is given besides its configuration."""
+    chosen = options.attn_implementation
+    return without_pooler(config) | ({} if chosen is None else {"attn_implementation": chosen})
+
+
+def ready_encoder(model: Any, dtype: "torch.dtype", device: "torch.device") -> Any:
+    """A transformers model ready to be asked in `dtype` on `device`."""
+    from teacher_cache.teachers.bfloat16 import multiply_in_bfloat16, rounds_linear_layers
+    from teacher_cache.teachers.linear import multiply_by_onednn
+
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    if rounds_linear_layers(dtype, device):
+        multiply_in_bfloat16(model)
+    else:
+        multiply_by_onednn(model)
+    return model.to(device).eval()
 
 
 def without_pooler(config: Any) -> dict[str, Any]:

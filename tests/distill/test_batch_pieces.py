@@ -1,15 +1,19 @@
 """Batches in pieces: the cheapest cut, and a student that says the same of them."""
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModel
 
 from distill.config import StudentConfig
-from distill.pieces import PROCESSOR_OVERHEAD, Piece, cut, pieces
+from distill.packing import BEHIND_PADDING, FROM_ZERO, Packing, is_packable, make_packable, packed_arguments
+from distill.pieces import PROCESSOR_OVERHEAD, cut, pieces
 from distill.student import Student
+from teacher_cache.teachers.pooling import needs_position_ids, pool, position_ids
 from tests.conftest import varied_texts
 from tests.teacher_cache.tiny_teachers import write_bert, write_mpnet, write_qwen3, write_xlm_roberta
 
@@ -53,42 +57,98 @@ def test_a_batch_of_one_length_stays_whole() -> None:
     assert piece.columns == slice(20)
 
 
-@pytest.fixture(scope="module", params=["bert", "mpnet", "xlm-roberta", "qwen"])
+WRITERS = {
+    "bert": write_bert,
+    "mpnet": write_mpnet,
+    "qwen": write_qwen3,
+    "xlm-roberta": write_xlm_roberta,
+}
+
+
+@pytest.fixture(scope="module", params=WRITERS)
 def student(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Student:
-    write = {"bert": write_bert, "mpnet": write_mpnet, "xlm-roberta": write_xlm_roberta, "qwen": write_qwen3}
-    folder = write[request.param](tmp_path_factory.mktemp("models") / request.param)
+    folder = WRITERS[request.param](tmp_path_factory.mktemp("models") / request.param)
     return Student.load(StudentConfig(str(folder)))
+
+
+def inputs_of(student: Student, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Six texts of 1 to 6 times a sentence."""
+    student.tokenizer.padding_side = side
+    texts = [" ".join([text] * times) for times, text in enumerate(varied_texts(6), start=1)]
+    tokens = student.tokenizer(texts, padding=True, truncation=True, max_length=student.max_length, return_tensors="pt")
+    return tokens["input_ids"], tokens["attention_mask"]
+
+
+def differentiated(student: Student, states: torch.Tensor) -> list[torch.Tensor]:
+    weights = torch.linspace(-1, 1, states.numel()).view_as(states)
+    found = torch.autograd.grad((states * weights).sum(), list(student.parameters()), allow_unused=True)
+    return [gradient for gradient in found if gradient is not None]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_pieces_say_what_the_whole_batch_says(
-    student: Student, side: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last_token"])
+def test_a_batch_without_its_padding_says_what_the_whole_batch_says(
+    student: Student, side: str, recompute: bool, pooling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = student.tokenizer
-    tokenizer.padding_side = side
-    asked = Student(student.encoder, tokenizer, pooling=student.pooling, max_length=student.max_length).eval()
-    texts = [" ".join([text] * times) for times, text in enumerate(varied_texts(6), start=1)]
-    tokens = tokenizer(texts, padding=True, truncation=True, max_length=student.max_length, return_tensors="pt")
-    inputs = (tokens["input_ids"], tokens["attention_mask"])
-
-    def said() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        states = asked(*inputs)
-        weights = torch.linspace(-1, 1, states.numel()).view_as(states)
-        found = torch.autograd.grad((states * weights).sum(), list(asked.parameters()), allow_unused=True)
-        return states, [gradient for gradient in found if gradient is not None]
-
+    ids, mask = inputs_of(student, side)
+    asked = Student(student.encoder, student.tokenizer, pooling=pooling, max_length=student.max_length).eval()
+    options = {"position_ids": position_ids(mask)} if needs_position_ids(asked.encoder, side) else {}
+    said = asked.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, **options)
+    whole = torch.stack([pool(state, mask, pooling) for state in said.hidden_states])
     monkeypatch.setattr("distill.pieces.PROCESSOR_OVERHEAD", 0)
-    assert len(pieces(tokens["attention_mask"])) > 2
-    asked.recompute_pieces = recompute
-    in_pieces, gradients = said()
-    everything = Piece(torch.arange(len(texts)), slice(None))
-    monkeypatch.setattr(asked, "pieces", lambda attention_mask: [everything])
-    asked.recompute_pieces = False
-    whole, expected = said()
-    torch.testing.assert_close(in_pieces, whole, rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(gradients, expected, strict=True):
+    assert len(pieces(mask)) > 2
+    asked.recompute_halves = recompute
+    found = asked(ids, mask)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(differentiated(asked, found), differentiated(asked, whole), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_layer_of_a_known_encoder_sees_the_tokens_alone(student: Student) -> None:
+    ids, mask = inputs_of(student, "right")
+    seen: list[int] = []
+    layer = next(module for module in student.encoder.modules() if isinstance(module, torch.nn.Linear))
+    hook = layer.register_forward_pre_hook(lambda module, given: seen.append(given[0][..., 0].numel()))
+    student(ids, mask)
+    hook.remove()
+    assert (sum(seen) == int(mask.sum())) == (student.encoder.config.model_type in FROM_ZERO | BEHIND_PADDING)
+
+
+@pytest.mark.parametrize("kind", sorted(FROM_ZERO | BEHIND_PADDING))
+def test_every_known_kind_of_encoder_says_the_same_of_a_packed_batch(kind: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = AutoConfig.for_model(kind, vocab_size=50, pad_token_id=1, initializer_range=0.5, **sizes)
+    encoder = AutoModel.from_config(config).eval()
+    mask = masks([3, 9, 5, 9], "right")
+    ids = torch.randint(2, 50, mask.shape) * mask + 1 - mask
+    with torch.no_grad():
+        expected = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        make_packable(encoder)
+        assert is_packable(encoder)
+        packing = Packing(mask, pieces(mask))
+        found = encoder(**packed_arguments(encoder, packing, "input_ids", ids)).last_hidden_state[0]
+    torch.testing.assert_close(found, expected.flatten(0, 1)[packing.taken], rtol=1e-4, atol=1e-5)
+
+
+def test_a_text_without_a_token_takes_nothing_of_the_others(tmp_path: Path) -> None:
+    student = Student.load(StudentConfig(str(write_bert(tmp_path / "bert")), pooling="cls")).eval()
+    ids, mask = inputs_of(student, "right")
+    mask[2] = 0
+    with torch.no_grad():
+        found = student(ids, mask)
+        others = [0, 1, 3, 4, 5]
+        torch.testing.assert_close(found[:, others], student(ids[others], mask[others]), rtol=1e-4, atol=1e-5)
+        for row in others:
+            assert not torch.allclose(found[-1, 2], found[-1, row])
+
+
+def test_an_exported_encoder_does_not_name_the_attention_of_its_training(tmp_path: Path) -> None:
+    student = Student.load(StudentConfig(str(write_bert(tmp_path / "bert"))))
+    assert is_packable(student.encoder)
+    student.save_encoder(tmp_path / "saved")
+    assert "packed" not in (tmp_path / "saved" / "config.json").read_text()
 
 
 def test_a_piece_more_has_to_pay_for_itself() -> None:

@@ -1,5 +1,6 @@
 """What a step on fake tensors foretells, against arithmetic, against torch's own counts, and against the paper."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from distill.plan.tracker import Operation, Tracker
 from distill.shapes import SHAPES, has_shape, shape_config, shape_names
 from distill.trainer import Distillation
 from teacher_cache.cache import TeacherCache
+from teacher_cache.teachers.linear import ONEDNN_LINEAR
 from tests.distill.tiny_runs import parts as parts_of
 from tests.distill.tiny_runs import tiny_config
 
@@ -167,6 +169,10 @@ def test_a_step_that_ascends_every_third_time_is_that_much_cheaper() -> None:
     assert sometimes.peak == pytest.approx(always.peak, rel=0.01)
 
 
+def linear_flops(states: tuple[int, ...], weight: tuple[int, ...], *others: Any, out_shape: Any = None) -> int:
+    return 2 * math.prod(states) * weight[0]
+
+
 def test_the_flops_are_those_that_torch_counts_in_a_real_step(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
@@ -174,7 +180,9 @@ def test_the_flops_are_those_that_torch_counts_in_a_real_step(
     parts = parts_of(config)
     batch = parts.collator(parts.dataset.__getitems__(list(range(9))))
     model = Distillation(parts.student, parts.objective).train()
-    with FlopCounterMode(display=False) as counted:
+    # What the student's linear layers ask of oneDNN is not in torch's list.
+    known = {} if ONEDNN_LINEAR is None else {ONEDNN_LINEAR: linear_flops}
+    with FlopCounterMode(display=False, custom_mapping=known) as counted:
         model(**batch)["loss"].backward()
     lengths = batch["attention_mask"][:9].sum(1).tolist()
     teacher = TeacherShape(batch["vectors"].shape[1], normalized=True)
@@ -264,7 +272,7 @@ def test_the_published_memory_is_foretold_within_a_twentieth(sharpness: str, gig
 
 def test_low_memory_with_sharpness_takes_half_of_it() -> None:
     low = ["training.memory=low", "sharpness.name=norm-only"]
-    assert published(*low, attention=None).peak <= 2.1e9
+    assert published(*low, attention=None).allocated <= 2.1e9
     assert published(*low, "training.optim=adamw_bnb_8bit", attention=None).allocated <= 1.5e9
 
 

@@ -4,12 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 from teacher_cache.teachers import linear
-from teacher_cache.teachers.linear import fast_linear
-
-CPU = torch.device("cpu")
+from teacher_cache.teachers.linear import OneDnnLinear, multiply_by_onednn
 
 pytestmark = pytest.mark.skipif(linear.ONEDNN_LINEAR is None, reason="torch was built without oneDNN")
 
@@ -28,13 +25,19 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return given
 
 
+def made(bias: bool = True) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return OneDnnLinear(24, 40, bias=bias)
+
+
 @pytest.mark.parametrize("shape", [(7, 24), (3, 5, 24), (24,)])
 @pytest.mark.parametrize("bias", [True, False])
-@torch.inference_mode()
-def test_a_layer_gives_the_same_numbers(shape: tuple[int, ...], bias: bool, shapes: list[tuple[int, ...]]) -> None:
-    torch.manual_seed(0)
-    layer, states = torch.nn.Linear(24, 40, bias=bias), torch.randn(shape)
-    with fast_linear(CPU):
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_layer_gives_the_same_numbers(
+    shape: tuple[int, ...], bias: bool, gradients: bool, shapes: list[tuple[int, ...]]
+) -> None:
+    layer, states = made(bias), torch.randn(shape)
+    with torch.set_grad_enabled(gradients):
         found = layer(states)
     expected = states.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
     assert shapes == [shape]
@@ -42,38 +45,63 @@ def test_a_layer_gives_the_same_numbers(shape: tuple[int, ...], bias: bool, shap
     assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
-@torch.inference_mode()
-def test_transposed_states_and_named_arguments_are_understood() -> None:
-    torch.manual_seed(0)
-    states, weight = torch.randn(24, 6).T, torch.randn(40, 24)
-    with fast_linear(CPU):
-        found = functional.linear(states, weight=weight, bias=None)
-    torch.testing.assert_close(found, states @ weight.T)
+def test_transposed_states_are_understood() -> None:
+    layer, states = made(), torch.randn(24, 6).T
+    torch.testing.assert_close(layer(states), states @ layer.weight.T + layer.bias)
 
 
-@torch.inference_mode()
-def test_other_precisions_subclasses_and_nothing_are_left_to_torch(shapes: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("shape", [(7, 24), (3, 5, 24), (24,)])
+def test_gradients_are_those_of_torch_also_of_the_second_order(
+    shape: tuple[int, ...], shapes: list[tuple[int, ...]]
+) -> None:
+    states = torch.randn(shape, requires_grad=True)
+
+    def gradients(layer: torch.nn.Linear) -> list[torch.Tensor]:
+        leaves = [states, layer.weight, layer.bias]
+        first = torch.autograd.grad(layer(states).tanh().sum(), leaves, create_graph=True)
+        return [*first, *torch.autograd.grad(sum((part**2).sum() for part in first), leaves)]
+
+    layer = torch.nn.Linear(24, 40)
+    expected = gradients(layer)
+    assert not shapes
+    multiply_by_onednn(layer)
+    found = gradients(layer)
+    assert shapes
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_frozen_weight_has_no_gradient(shapes: list[tuple[int, ...]]) -> None:
+    layer, states = made(), torch.randn(7, 24, requires_grad=True)
+    layer.weight.requires_grad_(False)
+    layer(states).sum().backward()
+    assert layer.weight.grad is None
+    assert shapes == [(7, 24), (7, 40)]
+
+
+def test_other_precisions_autocast_subclasses_devices_and_nothing_are_left_to_torch(
+    shapes: list[tuple[int, ...]],
+) -> None:
     class Own(torch.Tensor):
         pass
 
-    states, weight = torch.ones(2, 8), torch.ones(4, 8)
-    for one, other in (
-        (states.bfloat16(), weight.bfloat16()),
-        (states.double(), weight.double()),
-        (states, weight.as_subclass(Own)),
-        (states[:0], weight),
+    for layer, states in (
+        (made().bfloat16(), torch.ones(2, 24).bfloat16()),
+        (made().double(), torch.ones(2, 24).double()),
+        (made(), torch.ones(2, 24).as_subclass(Own)),
+        (made(), torch.ones(0, 24)),
+        (made().to("meta"), torch.ones(2, 24, device="meta")),
     ):
-        with fast_linear(CPU):
-            assert functional.linear(one, other).shape == (len(one), 4)
-        assert not shapes
-
-
-@torch.inference_mode()
-def test_other_devices_and_the_time_after_are_left_alone(shapes: list[tuple[int, ...]]) -> None:
-    states, weight = torch.ones(2, 8), torch.ones(4, 8)
-    with fast_linear(torch.device("meta")):
-        functional.linear(states, weight)
-    with fast_linear(CPU):
-        pass
-    functional.linear(states, weight)
+        assert layer(states).shape == (len(states), 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert made()(torch.ones(2, 24)).dtype == torch.bfloat16
     assert not shapes
+
+
+def test_layers_of_another_class_are_left_alone() -> None:
+    class Own(torch.nn.Linear):
+        pass
+
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), Own(2, 2))
+    multiply_by_onednn(network)
+    assert [type(layer) for layer in network] == [OneDnnLinear, Own]
