@@ -1,24 +1,51 @@
 """What `training.memory`, `freeze_embeddings` and 8-bit optimiser states change about a student."""
 
+import os
+import re
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from distill.config import TrainingConfig
 from distill.errors import ConfigError
 from distill.student import Student
 
+# Where a user tells torch how to allocate on a GPU.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments"
+
 
 def save_memory(student: Student, training: TrainingConfig) -> None:
-    """Prepare a student for the memory that its training may take; block by block is Trainer's part.
+    """Prepare a student, and a GPU's allocator, for what training may take; block by block is Trainer's part.
 
     Raises:
         ConfigError: its word embeddings are to be frozen, and cannot be told from its other weights.
     """
-    student.recompute_halves = training.memory == "low"
+    student.recompute_portions = training.memory == "low"
     if training.freeze_embeddings:
         word_embeddings(student).requires_grad_(False)
+    if torch.cuda.is_available() and segments_grow(training) and _EXPANDABLE not in _told():
+        # Other options that are not named again would be reset.
+        said = [torch._C._accelerator_getAllocatorSettings(), f"{_EXPANDABLE}:True"]
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, said)))
+
+
+def segments_grow(training: TrainingConfig) -> bool:
+    """Whether a GPU's memory is taken in segments that grow: as the environment says, else where memory is low.
+
+    Blocks that are computed again leave holes of many sizes; in segments of a fixed size few of them are used again.
+    """
+    said = re.search(rf"{_EXPANDABLE}\s*:\s*(\w+)", _told())
+    if said is not None:
+        return said[1].lower() == "true"
+    # Another allocator than torch's own has no segments.
+    return training.memory == "low" and "backend" not in _told()
+
+
+def _told() -> str:
+    return ",".join(os.environ.get(variable, "") for variable in ALLOCATOR_VARIABLES)
 
 
 def word_embeddings(student: Student) -> nn.Module:

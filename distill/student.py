@@ -3,6 +3,7 @@
 Pooling is one property, used alike in training, evaluation and export.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from inspect import signature
@@ -32,6 +33,10 @@ from teacher_cache.teachers.transformer import load_encoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Tokens that are encoded again at a time: one view of 32 texts of 64. What the blocks of a student keep of fewer is
+# small beside its weights, gradients and optimiser states, and not worth a forward pass.
+PORTION = 2048
+
 
 class Student(nn.Module):
     """A transformers encoder with one pooling over all its layers.
@@ -41,11 +46,13 @@ class Student(nn.Module):
         max_length: tokens, specials included.
         name: hub id or folder name, for people.
         digests: of the files it was loaded from, "weights" and "tokenizer".
-        recompute_halves: of a forward pass keep the pooled states alone; a half of the batch, which is a view where
-            there are two, is encoded again, with the same dropout masks, when its gradient is due.
+        recompute_portions: of a forward pass over more than `PORTION` tokens keep the pooled states alone; portion by
+            portion the batch is encoded again, with the same dropout masks, when its gradient is due (as GradCache of
+            Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021). Two portions
+            of a batch with two views are these.
     """
 
-    recompute_halves: bool = False
+    recompute_portions: bool = False
 
     def __init__(
         self,
@@ -121,11 +128,14 @@ class Student(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`(L + 1, n, d_s)` float32: the pooled state of the embedding layer and of each block."""
-        if not (self.recompute_halves and torch.is_grad_enabled()):
+        portions = 1
+        if self.recompute_portions and torch.is_grad_enabled():
+            portions = min(len(input_ids), math.ceil(int(attention_mask.sum()) / PORTION))
+        if portions <= 1:
             return self._states("input_ids", input_ids, attention_mask)
         name, inputs = self._looked_up(input_ids)
-        halves = zip(inputs.chunk(2), attention_mask.chunk(2), strict=True)
-        return torch.cat([checkpoint(self._states, name, *half, use_reentrant=False) for half in halves], dim=1)
+        parts = zip(inputs.tensor_split(portions), attention_mask.tensor_split(portions), strict=True)
+        return torch.cat([checkpoint(self._states, name, *part, use_reentrant=False) for part in parts], dim=1)
 
     def _states(self, name: str, inputs: Tensor, attention_mask: Tensor) -> Tensor:
         """What `forward` gives, of the encoder's argument `name`."""

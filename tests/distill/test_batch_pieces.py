@@ -98,7 +98,8 @@ def test_a_batch_without_its_padding_says_what_the_whole_batch_says(
     whole = torch.stack([pool(state, mask, pooling) for state in said.hidden_states])
     monkeypatch.setattr("distill.pieces.PROCESSOR_OVERHEAD", 0)
     assert len(pieces(mask)) > 2
-    asked.recompute_halves = recompute
+    asked.recompute_portions = recompute
+    monkeypatch.setattr("distill.student.PORTION", int(mask.sum()) // 2)
     found = asked(ids, mask)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(differentiated(asked, found), differentiated(asked, whole), strict=True):

@@ -32,6 +32,7 @@ def trained(config: RunConfig) -> dict[str, Tensor]:
 def test_what_is_computed_again_sees_the_dropout_of_the_first_time(
     settings: Any, sharpness: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("distill.student.PORTION", 64)
     name = f"sharpness.name={sharpness}"
     found = trained(settings("low", name, "training.memory=low"))
     monkeypatch.setattr("distill.student.checkpoint", lambda compute, *inputs, use_reentrant: compute(*inputs))
@@ -41,7 +42,11 @@ def test_what_is_computed_again_sees_the_dropout_of_the_first_time(
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-7, msg=key)
 
 
-def test_without_dropout_low_memory_trains_to_the_default_weights(settings: Any) -> None:
+def test_without_dropout_low_memory_trains_to_the_default_weights(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.student.PORTION", 64)
+
     def still(name: str, *overrides: str) -> dict[str, Tensor]:
         # Not Adam, which makes whole steps of a rounding error: a key's bias has no gradient but that.
         plain = ("sharpness.name=asam", "training.optim=sgd", "training.learning_rate=0.1")
