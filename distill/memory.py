@@ -3,7 +3,6 @@
 import os
 import re
 import weakref
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,12 @@ def save_memory(student: Student, training: TrainingConfig) -> None:
     """
     student.recompute_portions = training.memory == "low"
     if training.freeze_embeddings:
-        word_embeddings(student).requires_grad_(False)
+        if student.word_embeddings is None:
+            raise ConfigError(
+                f"student {student.name!r} does not say which of its weights are word embeddings; set "
+                "training.freeze_embeddings=false"
+            )
+        student.word_embeddings.requires_grad_(False)
     if torch.cuda.is_available() and segments_grow(training) and _EXPANDABLE not in _told():
         # Other options that are not named again would be reset.
         said = [torch._C._accelerator_getAllocatorSettings(), f"{_EXPANDABLE}:True"]
@@ -46,23 +50,6 @@ def segments_grow(training: TrainingConfig) -> bool:
 
 def _told() -> str:
     return ",".join(os.environ.get(variable, "") for variable in ALLOCATOR_VARIABLES)
-
-
-def word_embeddings(student: Student) -> nn.Module:
-    """The table of the encoder that every token of the vocabulary has a row in.
-
-    Raises:
-        ConfigError: the encoder does not say which of its modules that is.
-    """
-    encoder: Any = student.encoder
-    try:
-        found: nn.Module = encoder.get_input_embeddings()
-    except (AttributeError, NotImplementedError) as error:
-        raise ConfigError(
-            f"student {student.name!r} does not say which of its weights are word embeddings; set "
-            "training.freeze_embeddings=false"
-        ) from error
-    return found
 
 
 def keep_embedding_states_exact(student: Student) -> None:

@@ -77,7 +77,8 @@ class Student(nn.Module):
         self._with_positions = needs_position_ids(encoder, str(tokenizer.padding_side))
         # RoBERTa-like models find their positions from the ids where padding comes first.
         positions_known = self._with_positions or tokenizer.padding_side == "right"
-        self._takes_embeddings = positions_known and "inputs_embeds" in signature(encoder.forward).parameters
+        takes = "inputs_embeds" in signature(encoder.forward).parameters and self.word_embeddings is not None
+        self._takes_embeddings = positions_known and takes
 
     @classmethod
     def load(cls, config: StudentConfig) -> Self:
@@ -113,6 +114,16 @@ class Student(nn.Module):
         return StudentShape(
             int(config.hidden_size), int(config.num_hidden_layers), self.pooling, int(config.num_attention_heads)
         )
+
+    @property
+    def word_embeddings(self) -> nn.Module | None:
+        """The table with a row for every token of the vocabulary; None of an encoder that does not say which it is."""
+        encoder: Any = self.encoder
+        try:
+            table: nn.Module = encoder.get_input_embeddings()
+        except (AttributeError, NotImplementedError):
+            return None
+        return table
 
     def prepare(self, needs: Needs) -> None:
         """Switch to an attention whose maps can be seen, where an objective compares them; once, before training.
@@ -155,10 +166,9 @@ class Student(nn.Module):
 
     def _looked_up(self, input_ids: Tensor) -> tuple[str, Tensor]:
         """The word embeddings of a batch, once: every look-up has a gradient of the whole table."""
-        if not self._takes_embeddings:
+        if not self._takes_embeddings or self.word_embeddings is None:
             return "input_ids", input_ids
-        encoder: Any = self.encoder
-        return "inputs_embeds", encoder.get_input_embeddings()(input_ids)
+        return "inputs_embeds", self.word_embeddings(input_ids)
 
     def _packs(self, attention_mask: Tensor) -> bool:
         """Whether a batch has padding to leave out, an encoder that can, and no text without a token."""

@@ -132,17 +132,17 @@ class SharpnessAware:
         """
         self._last_norms = None
         with torch.no_grad():
-            ascent, moved, steps = self._steps(loss)
+            ascent, moved, directions, length = self._steps(loss)
             originals = [self._backup(parameter) for parameter in moved]
             if moved:
                 torch._foreach_copy_(originals, moved)
         try:
             if moved:
                 with torch.no_grad():
-                    torch._foreach_add_(moved, steps)
+                    torch._foreach_add_(moved, directions, alpha=length)
                 # An autocast around both passes keeps half-precision copies of w, and would go on with them.
                 torch.clear_autocast_cache()
-            del steps  # a model's worth of memory that the second pass can use
+            del directions  # a model's worth of memory that the second pass can use
             yield ascent
         finally:
             # Copied back, because (w + eps) - eps is not w in floating point.
@@ -185,34 +185,37 @@ class SharpnessAware:
         # Half-precision products would underflow; for float32 this copies nothing.
         return [parameter for parameter, _ in found], [wide(gradient) for _, gradient in found]
 
-    def _steps(self, loss: Tensor | None) -> tuple[Ascent, list[Tensor], list[Tensor]]:
-        """The ascent, the parameters that move and their eps; none where the norm is not finite."""
+    def _steps(self, loss: Tensor | None) -> tuple[Ascent, list[Tensor], list[Tensor], float]:
+        """The ascent, the parameters that move, and directions of which eps is so many times the length.
+
+        No parameter moves where the norm is not finite.
+        """
         if loss is None:
             raise TypeError(f"{type(self).__name__}.ascended takes the loss at the weights; found none")
         moved, directions = self._gradients(loss)
         if not moved:
-            return _standstill(loss.device), [], []
+            return _standstill(loss.device), [], [], 0.0
         scaled = [i for i, parameter in enumerate(moved) if self._scales(self._names[parameter])]
         if scaled:
             operators = self._operators([moved[i] for i in scaled])
+            # Not in place: autograd may have handed out views of one tensor to several parameters.
             products = torch._foreach_mul([directions[i] for i in scaled], operators)
             for i, product in zip(scaled, products, strict=True):  # each gradient is freed as its product takes over
                 directions[i] = product
         gradient_norm = total_norm(directions)
         if not bool(gradient_norm.isfinite()):
-            return Ascent(torch.zeros_like(gradient_norm), gradient_norm, finite=False), [], []
+            return Ascent(torch.zeros_like(gradient_norm), gradient_norm, finite=False), [], [], 0.0
         if scaled:
             torch._foreach_mul_(products, operators)
         return self._scaled_to(self.rho, moved, directions, gradient_norm)
 
     def _scaled_to(
         self, radius: float, moved: list[Tensor], directions: list[Tensor], norm: Tensor
-    ) -> tuple[Ascent, list[Tensor], list[Tensor]]:
-        # Not in place: autograd may have handed out views of one tensor to several parameters.
-        steps = list(torch._foreach_mul(directions, radius / (norm + 1e-12)))
-        norms = torch.stack(torch._foreach_norm(steps))
+    ) -> tuple[Ascent, list[Tensor], list[Tensor], float]:
+        length = radius / (float(norm) + 1e-12)
+        norms = torch.stack(torch._foreach_norm(directions)) * abs(length)
         self._last_norms = (moved, norms)
-        return Ascent(torch.linalg.vector_norm(norms), norm, finite=True), moved, steps
+        return Ascent(torch.linalg.vector_norm(norms), norm, finite=True), moved, directions, length
 
     def _scales(self, name: str) -> bool:
         return self.scaling == "abs" or (self.scaling == "kwon" and "weight" in name)

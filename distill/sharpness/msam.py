@@ -40,7 +40,7 @@ class MomentumSam(SharpnessAware):
             raise _no_momentum(optimizer)
         self._optimizer = optimizer
 
-    def _steps(self, loss: Tensor | None) -> tuple[Ascent, list[Tensor], list[Tensor]]:
+    def _steps(self, loss: Tensor | None) -> tuple[Ascent, list[Tensor], list[Tensor], float]:
         if self._optimizer is None:
             raise TypeError("MomentumSam reads the optimizer's momentum; call attach(optimizer) first")
         states = {p: self._optimizer.state[p] for p in self._names if p in self._optimizer.state and p.requires_grad}
@@ -54,11 +54,11 @@ class MomentumSam(SharpnessAware):
             if any(states.values()):
                 raise _no_momentum(self._optimizer)
             nothing = torch.zeros((), device=next(iter(self._names)).device)
-            return Ascent(nothing, nothing, finite=True), [], []
+            return Ascent(nothing, nothing, finite=True), [], [], 0.0
         moved, momenta = [parameter for parameter, _ in found], [momentum for _, momentum in found]
         norm = total_norm(momenta)
         if not bool(norm.isfinite()):
-            return Ascent(torch.zeros_like(norm), norm, finite=False), [], []
+            return Ascent(torch.zeros_like(norm), norm, finite=False), [], [], 0.0
         return self._scaled_to(-self.rho, moved, momenta, norm)
 
 

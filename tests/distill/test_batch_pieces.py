@@ -145,6 +145,24 @@ def test_a_text_without_a_token_takes_nothing_of_the_others(tmp_path: Path) -> N
             assert not torch.allclose(found[-1, 2], found[-1, row])
 
 
+def test_an_encoder_that_does_not_name_its_word_embeddings_is_asked_by_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CANINE, for one, takes embeddings but has no table of them."""
+    folder = write_mpnet(tmp_path / "mpnet")
+    expected = Student.load(StudentConfig(str(folder))).eval()
+
+    def refused(self: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr("distill.pieces.PROCESSOR_OVERHEAD", 0)
+    inputs = inputs_of(expected, "right")
+    with torch.no_grad():
+        states = expected(*inputs)
+        monkeypatch.setattr(type(expected.encoder), "get_input_embeddings", refused)
+        torch.testing.assert_close(Student.load(StudentConfig(str(folder))).eval()(*inputs), states)
+
+
 def test_an_exported_encoder_does_not_name_the_attention_of_its_training(tmp_path: Path) -> None:
     student = Student.load(StudentConfig(str(write_bert(tmp_path / "bert"))))
     assert is_packable(student.encoder)

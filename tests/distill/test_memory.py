@@ -9,7 +9,6 @@ from torch import Tensor
 
 from distill.config import RunConfig
 from distill.errors import ConfigError
-from distill.memory import word_embeddings
 from teacher_cache.errors import MissingDependency
 from tests.distill.tiny_runs import Parts, parts, tiny_config
 
@@ -89,7 +88,7 @@ def test_low_memory_keeps_less(settings: Any) -> None:
 
 def test_frozen_word_embeddings_stay_as_they_are(settings: Any) -> None:
     made = parts(settings("frozen", "training.freeze_embeddings=true", "sharpness.name=asam"))
-    table: Any = word_embeddings(made.student)
+    table: Any = made.student.word_embeddings
     before = {name: tensor.clone() for name, tensor in made.student.state_dict().items()}
     trainer = made.trainer()
     trainer.train()
