@@ -34,18 +34,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from accelerate.utils import send_to_device
-from transformers import set_seed
 from transformers.utils import logging
 
 from benchmarks.resources import Memory, bytes_below, forget_peak
 from benchmarks.token_models import SEED, checked_size, made_up, parameters_of, write_texts, write_wider
+from distill.assembly import Assembly
 from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TeacherConfig, TrainingConfig
 from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.objectives import load_objective
 from distill.objectives.base import Objective, StudentShape, TeacherShape
 from distill.student import Student
-from distill.targets import Targets
 from distill.trainer import Distillation
 from teacher_cache.build import BuildReport, build
 from teacher_cache.cache import TeacherCache
@@ -114,16 +113,12 @@ class Side:
             training=TrainingConfig(per_device_train_batch_size=setting.batch, seed=SEED),
         )
         config.check()
-        targets, manifest = Targets(config, cache), cache.corpus(None)
-        student = Student.load(config.student)
-        set_seed(SEED)
-        objective = made(method, student.shape, targets.shape)
-        targets.check(objective, manifest)
-        dataset = targets.dataset(manifest, objective)
+        parts = Assembly.load(config, cache)
+        student, objective, dataset = parts.student, parts.objective, parts.dataset()
         order = WindowedShuffle(len(dataset), setting.batch, window=WINDOW, seed=SEED)
         self.setting = setting
         self.dataset = ShuffledDataset(dataset, order)
-        self.collate = targets.collator(manifest, objective, student)
+        self.collate = parts.collator()
         self.model = Distillation(student, objective).to(setting.device).train()
         self.parameters = sum(parameter.numel() for parameter in student.parameters())
         training = config.training

@@ -65,7 +65,13 @@ def read_lengths(ctx: click.Context, option: click.Parameter, value: str | None)
     metavar="SIZE",
     help="Of the GPU, such as 15GB: what does not fit is told as a row.",
 )
-@click.option("--steps", type=int, default=5, show_default=True, help="Timed steps of a method in a round.")
+@click.option(
+    "--steps",
+    type=int,
+    default=5,
+    show_default=True,
+    help="Timed steps of a method in a round, rounded up to whole cycles of its sharpness.",
+)
 @click.option("--warm-up", type=int, default=3, show_default=True, help="Steps before them that are not timed.")
 @click.option("--rounds", type=int, default=3, show_default=True)
 @click.option("--minutes", type=float, help="Take no further turns after this long, once the first round is whole.")

@@ -36,7 +36,7 @@ KEYS = {
 @click.option("--teacher-dim", type=click.IntRange(1), help="Width of the teacher's vectors, where there is no cache.")
 @click.option("--teacher", metavar="MODEL", help="Asked at every step on the same device: a folder, or shape:NAME.")
 @click.option("--objective", help="A name of `distill list objectives`.  [default: talas]")
-@click.option("--sharpness", help="A name of `distill list sharpness`.  [default: asam]")
+@click.option("--sharpness", help="A name of `distill list sharpness`.  [default: norm-one-view]")
 @click.option(
     "--batch-size", "--per-device-train-batch-size", "batch_size", type=click.IntRange(1), help="[default: 32]"
 )

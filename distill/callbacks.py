@@ -4,7 +4,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,16 @@ class Stages(TrainerCallback):
         self.objective.advance(state.global_step / steps_an_epoch)
 
 
+def cycle_means(values: Iterable[float], cycle: int) -> list[float]:
+    """Of each `cycle` successive steps; any such stretch holds one of every kind, wherever it begins.
+
+    Raises:
+        ValueError: the values are no whole number of cycles.
+    """
+    means: list[float] = np.array(list(values), dtype=np.float64).reshape(-1, cycle).mean(axis=1).tolist()
+    return means
+
+
 class StepClock(TrainerCallback):
     """Seconds of every optimiser step, and of the wait for its data before it.
 
@@ -58,7 +68,13 @@ class StepClock(TrainerCallback):
     account: what is still in flight at the end of a step is waited for by the check of the next step's loss.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cycle: int = 1) -> None:
+        """Nothing seen yet.
+
+        Args:
+            cycle: after so many steps, dear and cheap ones come again.
+        """
+        self.cycle = cycle
         self.steps: list[float] = []
         self.waits: list[float] = []
         self._begun = self._ended = 0.0
@@ -82,7 +98,7 @@ class StepClock(TrainerCallback):
     def cost(self) -> dict[str, Any] | None:
         """Medians and ninth deciles in seconds, the share of all time that was waited for data, and the peak of memory.
 
-        None before a step was done.
+        A step's time is the mean over a cycle of steps. None before a step was done.
 
         On a GPU the peak is that of torch's allocations, on a processor that of the whole process's resident memory.
         """
@@ -90,11 +106,13 @@ class StepClock(TrainerCallback):
             return None
         first = min(WARM_UP_STEPS, len(self.steps) // 2)
         steps, waits = np.array(self.steps[first:]), np.array(self.waits[first:])
+        cycle = min(self.cycle, len(steps))
+        whole = cycle_means(steps[len(steps) % cycle :], cycle)
         cuda = torch.cuda.is_available()
         peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
-            "step_seconds_p50": float(np.median(steps)),
-            "step_seconds_p90": float(np.quantile(steps, 0.9)),
+            "step_seconds_p50": float(np.median(whole)),
+            "step_seconds_p90": float(np.quantile(whole, 0.9)),
             "data_seconds_p50": float(np.median(waits)),
             "data_wait_share": float(waits.sum() / (waits.sum() + steps.sum())),
             "peak_memory_bytes": int(peak),

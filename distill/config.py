@@ -107,7 +107,7 @@ class SharpnessConfig:
         variance_weight: of `disam`, lambda in loss - lambda * variance over domains.
     """
 
-    name: str = "asam"
+    name: str = "norm-one-view"
     rho: float | None = None
     eta: float | None = None
     every: int | None = None

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distill.errors import NeedsNotMet
 from distill.internals import capture_internals
@@ -41,7 +41,7 @@ class OnlineTeacher:
         options = replace(spec.options, batch_tokens=_ONE_PASS) if internals else spec.options
         self._teacher = load_teacher(replace(spec, options=options, request=request))
         self._device_type = choose_device(options.device).type
-        self._network = getattr(self._teacher, "network", None) if internals else None
+        self._network = self.network if internals else None
         if internals and self._network is None:
             raise NeedsNotMet(
                 f"{spec.space.teacher} ({spec.space.backend}) is no transformers model: what it computes on the way "
@@ -51,6 +51,12 @@ class OnlineTeacher:
     @property
     def space(self) -> EmbeddingSpace:
         return self._teacher.space
+
+    @property
+    def network(self) -> nn.Module | None:
+        """The transformers model that it runs; None of another kind of teacher."""
+        found: nn.Module | None = getattr(self._teacher, "network", None)
+        return found
 
     def said(self, texts: Sequence[str]) -> Encoded:
         """Vectors of n texts, and what was requested token by token."""

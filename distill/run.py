@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from distill.arguments import settled_precision, training_arguments
+from distill.assembly import Assembly
 from distill.callbacks import TrainingProgress, ValidationReport
 from distill.checkpoints import last_checkpoint, step_of, whole_checkpoints
 from distill.config import RunConfig
@@ -37,16 +38,14 @@ from distill.method import (
     require_held_out,
     settled,
 )
-from distill.objectives.base import Objective
 from distill.run_folder import CONFIG, FINAL, RECORD, read_record
 from distill.student import Student, student_shape
 from distill.targets import Targets
-from distill.trainer import Distillation, DistillTrainer, require_room
+from distill.trainer import DistillTrainer, require_room
 from distill.validation import Validation, best, points
 from teacher_cache.cache import TeacherCache
 from teacher_cache.joint import JointSpace
 from teacher_cache.storage.files import replacing
-from teacher_cache.storage.manifest import Manifest
 from teacher_cache.view import SpaceView
 
 CHECKED_TEXTS = 50
@@ -105,8 +104,6 @@ def run(
     Raises:
         KnownError: anything in the configuration, cache, student or folder that does not fit, before a step.
     """
-    from transformers import set_seed
-
     started = time.monotonic()
     config.check()
     if not config.cache or not config.output_dir:
@@ -119,28 +116,19 @@ def run(
     if resume and not whole_checkpoints(folder):
         raise RunFolderError(f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin")
     with TeacherCache.open(config.cache) as cache:
-        targets, manifest = Targets(config, cache), cache.corpus(config.corpus)
-        space = targets.space
-        student = Student.load(config.student)
-        set_seed(config.training.seed)  # before the first random weight
-        objective = build_objective(config, student.shape, targets)
-        targets.check(objective, manifest)
+        made = Assembly.load(config, cache)
+        student, objective, space, manifest = made.student, made.objective, made.targets.space, made.manifest
         # Refused before training rather than after.
         learned_projection(config, objective)
         export = load_export(config.export.format)
-        skipped = targets.skipped_rows(objective)
-        held_out = held_out_rows(config, manifest, cache.rows, without=skipped)
-        record = _describe(config, targets, manifest, student, objective) | {"validation": files}
+        held_out = held_out_rows(config, manifest, cache.rows, without=made.skipped)
+        record = _describe(made) | {"validation": files}
         record["corpus"] |= {"held_out": len(held_out), "held_out_digest": held_out_digest(cache, held_out)}
         done = _same_run(folder, record)
         if done is not None:
             return _result(folder, done, finished_before=True)
-        dataset = targets.dataset(manifest, objective, np.union1d(held_out, skipped))
-        model = Distillation(student, objective)
-        sharpness = build_sharpness(config, model)
-        collator = targets.collator(manifest, objective, student)
-        checkpoint = last_checkpoint(folder)
-        trainer = DistillTrainer(model, config, dataset, collator, sharpness, report, validation)
+        dataset, checkpoint = made.dataset(held_out), last_checkpoint(folder)
+        trainer = made.trainer(DistillTrainer, dataset, made.collator(), report=report, validation=validation)
         trainer.add_callback(ValidationReport(announce))
         leads = trainer.is_world_process_zero()  # of several processes, one writes
         if leads:
@@ -255,20 +243,15 @@ def _agreement(
     return asdict(agreement(vectors, space.gather(rows), NEIGHBOURS))
 
 
-def _describe(
-    config: RunConfig,
-    targets: Targets,
-    manifest: Manifest,
-    student: Student,
-    objective: Objective,
-) -> dict[str, Any]:
+def _describe(made: Assembly) -> dict[str, Any]:
     """What the run depends on, as `run.json` keeps it."""
-    corpus = manifest.record
+    config, student = made.config, made.student
+    corpus = made.manifest.record
     sections = asdict(config)
     return {
         "status": "running",
         "cache": str(Path(config.cache).resolve()),
-        "space": targets.to_json(),
+        "space": made.targets.to_json(),
         "teacher": sections["teacher"],
         "corpus": {
             "name": corpus.name,
@@ -286,7 +269,7 @@ def _describe(
             "parameters": sum(parameter.numel() for parameter in student.parameters()),
             **student.digests,
         },
-        "in_teacher_space": config.export.projection or objective.in_teacher_space,
+        "in_teacher_space": config.export.projection or made.objective.in_teacher_space,
         "objective": sections["objective"],
         "sharpness": sections["sharpness"],
         "training": sections["training"],

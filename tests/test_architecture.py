@@ -1,6 +1,7 @@
 """The house keeps its shape: imports go one way, heavy libraries stay in the rooms that wrap them."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ LAYERS = {
     "distill.memory": 7,
     "distill.shapes": 2,
     "distill.plan": 8,
+    "distill.assembly": 8,
     "distill.bench": 9,
     "distill.data": 6,
     "distill.internals": 6,
@@ -160,8 +162,13 @@ def layer(module: str) -> int:
     return LAYERS[module]
 
 
-def imported(path: Path, *, top_level: bool = False) -> Iterator[str]:
+@functools.cache
+def imported(path: Path, *, top_level: bool = False) -> tuple[str, ...]:
     """Names of modules that a file imports; with `top_level` those that importing the file imports."""
+    return tuple(_imported(path, top_level))
+
+
+def _imported(path: Path, top_level: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inside: set[ast.AST] = set()
     if top_level:

@@ -173,7 +173,7 @@ class _Maker:
         base, needs, layers = self.settings.run_config(), [], set[int]()
         for method in self.settings.rows():
             config = method.configured(base)
-            preset = method.kind.presets[method.preset] if method.preset else {}
+            preset = method.kind.presets.get(config.objective.preset or "", {})
             options = {**preset, **config.objective.options}
             try:
                 objective = construct(method.kind, f"objective {method.objective}", student, teacher, options=options)

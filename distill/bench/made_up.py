@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from distill.config import StudentConfig
 from distill.shapes import find_shape, shape_config
-from teacher_cache.teachers.base import Encoded, TeacherSpec
-from teacher_cache.teachers.batching import BatchedEncoder, LoadedModel
+from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
+from teacher_cache.teachers.batching import BatchedEncoder
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.loading import choose_device, loading
 from teacher_cache.teachers.pieces import text_pieces
-from teacher_cache.teachers.pooling import needs_position_ids, pool, position_ids
-from teacher_cache.teachers.transformer import TransformerTeacher
+from teacher_cache.teachers.transformer import TransformerTeacher, encoder_arguments, loader, ready_encoder
 from teacher_cache.tokens import TextTokens, TokenRequest
 from teacher_cache.workers import Answers, Workers
 
@@ -119,32 +117,21 @@ class MadeUpTeacher(TransformerTeacher):
 
     def __init__(self, spec: TeacherSpec) -> None:
         """Make the network; nothing is read but config.json and the tokenizer."""
-        from transformers import AutoModel, AutoTokenizer, set_seed
+        folder, device = ModelFolder(spec.folder or Path()).encoder, choose_device(spec.options.device)
+        self.space = spec.space
+        load = loader(spec, folder, device, random_encoder)
+        self._encoder = _Unchecked(spec.space, device, load, spec.options.batch_tokens, spec.request)
 
-        folder, device, space = (
-            ModelFolder(spec.folder or Path()).encoder,
-            choose_device(spec.options.device),
-            spec.space,
-        )
 
-        def load(dtype: torch.dtype) -> LoadedModel:
-            set_seed(SEED)
-            with torch.device(device):
-                network = AutoModel.from_config(model_config(str(folder)), dtype=dtype).eval()
-            if hasattr(network.config, "use_cache"):
-                network.config.use_cache = False
-            with_positions = needs_position_ids(network, space.padding_side)
+def random_encoder(folder: Path, dtype: torch.dtype, device: torch.device, options: TeacherOptions) -> Any:
+    """As `load_encoder`, of the folder's sizes alone."""
+    from transformers import AutoConfig, AutoModel, set_seed
 
-            def forward(batch: dict[str, Tensor]) -> Tensor:
-                inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-                if with_positions:
-                    inputs["position_ids"] = position_ids(batch["attention_mask"])
-                return pool(network(**inputs).last_hidden_state, batch["attention_mask"], space.pooling)
-
-            return LoadedModel(forward, AutoTokenizer.from_pretrained(folder, local_files_only=True), network)
-
-        self.space = space
-        self._encoder = _Unchecked(space, device, load, spec.options.batch_tokens, spec.request)
+    set_seed(SEED)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device(device):
+        network = AutoModel.from_config(config, dtype=dtype, **encoder_arguments(config, options))
+    return ready_encoder(network, dtype, device)
 
 
 class _Unchecked(BatchedEncoder):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from statistics import median
 from typing import Any
@@ -18,14 +18,12 @@ import torch
 
 from distill.arguments import settled_precision
 from distill.bench.beds import Bed, beds
-from distill.bench.made_up import model_config
 from distill.bench.settings import BASELINE, ONLINE, BenchSettings, Method
 from distill.bench.turn import DATA, PARTS, Step, Turn, take_turn
+from distill.callbacks import cycle_means
 from distill.config import RunConfig
 from distill.errors import ConfigError
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import KnownError
-from teacher_cache.teachers import TeacherOptions, resolve
 
 LIBRARIES = ("teacher-cache", "torch", "transformers")
 OUT_OF_MEMORY = "out of memory"
@@ -47,6 +45,7 @@ class Row:
 
     Attributes:
         turns: one a round.
+        cycle: steps whose mean is a figure, the same for all rows of a table.
         alone: its turn in a process of its own, for memory.
         failed: why it could not be measured; "" where it was.
     """
@@ -54,6 +53,7 @@ class Row:
     method: Method
     config: RunConfig | None
     turns: list[Turn] = field(default_factory=list)
+    cycle: int = 1
     alone: Turn | None = None
     failed: str = ""
 
@@ -64,6 +64,7 @@ class BenchResult:
 
     Attributes:
         device: name of the GPU, or the processor with its threads.
+        cycle: successive steps whose mean is one figure, that medians and quantiles are taken of.
         tables: one for each of the lengths: `lengths`, `tokens` and `positions` a batch, and `rows`.
     """
 
@@ -71,6 +72,7 @@ class BenchResult:
     device: str
     precision: str
     baseline: str
+    cycle: int
     versions: dict[str, str]
     tables: list[dict[str, Any]]
 
@@ -84,10 +86,16 @@ def bench(settings: BenchSettings, *, report: Callable[[Progress], None] = lambd
     In each round every method is made anew and takes its steps, one method after the other, on the very same
     batches; each round begins with another method. One method is in memory at a time.
 
+    Sharpness that has no ascent at some steps makes every figure the mean over a cycle of steps
+    (`BenchSettings.cycle`), in all rows, so that they are means over the same batches; timed steps are rounded up to
+    whole cycles.
+
     Raises:
         KnownError: settings, cache, student or teacher that cannot be used, or not one method that can be measured.
     """
     settings.check()
+    cycle = settings.cycle()
+    settings = replace(settings, steps=-(-settings.steps // cycle) * cycle)
     methods, base = settings.rows(), settings.run_config()
     precision = settled_precision(settings.precision)
     if settings.memory_cap is not None:
@@ -99,7 +107,7 @@ def bench(settings: BenchSettings, *, report: Callable[[Progress], None] = lambd
     tables, done, started = [], 0, time.monotonic()
     with beds(settings) as made, _libraries_left_alone():
         for bed in made:
-            rows = [_row(method, base, bed) for method in methods]
+            rows = [_row(method, base, bed, cycle) for method in methods]
             for turn, row in _order(rows, settings.rounds, alone):
                 report(Progress(row.method.name, bed.lengths, done, turns))
                 done += 1
@@ -112,7 +120,7 @@ def bench(settings: BenchSettings, *, report: Callable[[Progress], None] = lambd
     if all(failures):
         raise ConfigError(f"no method could be measured; the first, {names[0]}: {failures[0]}")
     versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
-    return BenchResult(settings.to_json(), _device(), precision, baseline, versions, tables)
+    return BenchResult(settings.to_json(), _device(), precision, baseline, cycle, versions, tables)
 
 
 @contextmanager
@@ -130,13 +138,13 @@ def _is_over(started: float, minutes: float | None) -> bool:
     return minutes is not None and time.monotonic() - started > 60 * minutes
 
 
-def _row(method: Method, base: RunConfig, bed: Bed) -> Row:
+def _row(method: Method, base: RunConfig, bed: Bed, cycle: int) -> Row:
     try:
         config = bed.configured(method.configured(base), method.teacher == ONLINE)
         config.check()
     except KnownError as error:
         return Row(method, None, failed=_line(error))
-    return Row(method, config)
+    return Row(method, config, cycle=cycle)
 
 
 def _order(rows: Sequence[Row], rounds: int, alone: bool) -> Iterator[tuple[int | None, Row]]:
@@ -154,10 +162,10 @@ def _measure(row: Row, turn: int | None, config: RunConfig, settings: BenchSetti
             row.alone = _in_own_process(config, settings.warm_up)
         else:
             row.turns.append(take_turn(config, settings.warm_up))
+    except BrokenProcessPool:  # a RuntimeError too
+        row.failed = f"{OUT_OF_MEMORY}: its process was killed"
     except (KnownError, RuntimeError) as error:
         row.failed = _out_of_memory(error, settings) or _line(error)
-    except BrokenProcessPool:
-        row.failed = f"{OUT_OF_MEMORY}: its process was killed"
 
 
 def _in_own_process(config: RunConfig, warm_up: int) -> Turn:
@@ -210,34 +218,38 @@ def _table(rows: Sequence[Row], bed: Bed, baseline: str) -> dict[str, Any]:
         "lengths": bed.lengths,
         "tokens": float(np.mean([step.tokens for step in steps])) if steps else None,
         "positions": float(np.mean([step.positions for step in steps])) if steps else None,
-        "rows": [_summary(row, known[baseline], bed) for row in rows],
+        "rows": [_summary(row, known[baseline]) for row in rows],
     }
 
 
-def _summary(row: Row, baseline: Row, bed: Bed) -> dict[str, Any]:
-    """Medians over all timed steps; a ratio is the median over the rounds of the rounds' medians' ratios."""
+def _summary(row: Row, baseline: Row) -> dict[str, Any]:
+    """Medians over the cycles of all timed steps; a ratio is the median over the rounds of their medians' ratios."""
     method = row.method
     told: dict[str, Any] = {"method": method.name, "teacher": method.teacher, "failed": row.failed or None}
-    if row.failed or not row.turns or row.config is None:
+    if row.failed or not row.turns:
         return told
     steps = [step for turn in row.turns for step in turn.steps]
-    own, whole = [_own(step) for step in steps], [step.whole for step in steps]
+
+    def figures(seconds: Callable[[Step], float]) -> list[float]:
+        return cycle_means(map(seconds, steps), row.cycle)
+
+    own, whole = figures(_own), figures(FIGURES["with_data"])
     memory = _memory(row)
     return told | {
         "step_ms_p50": 1e3 * median(own),
         "step_ms_p90": 1e3 * float(np.quantile(own, 0.9)),
         "with_data_ms_p50": 1e3 * median(whole),
         "with_data_ms_p90": 1e3 * float(np.quantile(whole, 0.9)),
-        "processor_ms_p50": None if torch.cuda.is_available() else 1e3 * median(step.processor for step in steps),
-        "parts_ms": {part: 1e3 * median(step.parts[part] for step in steps) for part in PARTS},
+        "processor_ms_p50": None if torch.cuda.is_available() else 1e3 * median(figures(FIGURES["processor"])),
+        "parts_ms": {part: 1e3 * median(figures(_part(part))) for part in PARTS},
         "steps": len(steps),
         "rounds": len(row.turns),
-        "tokens_per_second": sum(step.tokens for step in steps) / sum(whole),
+        "tokens_per_second": sum(step.tokens for step in steps) / sum(step.whole for step in steps),
         "peak_bytes": None if memory is None else memory.peak,
         "loaded_bytes": None if memory is None else memory.loaded,
         "weights_bytes": row.turns[0].weights,
-        "cache_bytes_a_sample": None if method.teacher == ONLINE else bytes_a_sample(row.config, method),
-        "teacher_bytes": teacher_bytes(row.config, bed) if method.teacher == ONLINE else None,
+        "cache_bytes_a_sample": row.turns[0].stored,
+        "teacher_bytes": row.turns[0].teacher,
         "ratio": _ratios(row, baseline),
     }
 
@@ -245,6 +257,10 @@ def _summary(row: Row, baseline: Row, bed: Bed) -> dict[str, Any]:
 def _own(step: Step) -> float:
     """A step without the wait for its batch, with what an online teacher takes."""
     return step.whole - step.parts[DATA]
+
+
+def _part(name: str) -> Callable[[Step], float]:
+    return lambda step: step.parts[name]
 
 
 # What has a ratio to the baseline, in seconds of a step.
@@ -269,41 +285,10 @@ def _ratios(row: Row, baseline: Row) -> dict[str, float] | None:
     ratios: dict[str, float] = {}
     for name, seconds in FIGURES.items():
         rounds = [
-            median(map(seconds, mine.steps)) / median(map(seconds, its.steps))
+            median(cycle_means(map(seconds, mine.steps), row.cycle))
+            / median(cycle_means(map(seconds, its.steps), row.cycle))
             for mine, its in zip(row.turns, baseline.turns, strict=False)
         ]
         ratios |= {name: median(rounds), f"{name}_least": min(rounds), f"{name}_most": max(rounds)}
     mine, its = _memory(row), _memory(baseline)
     return ratios | ({"memory": mine.peak / its.peak} if mine is not None and its is not None and its.peak else {})
-
-
-def bytes_a_sample(config: RunConfig, method: Method) -> float:
-    """Stored bytes that a text takes in the cache: its vector, and its tokens where the method reads them."""
-    with TeacherCache.open(config.cache) as cache:
-        names = config.space if isinstance(config.space, tuple) else (config.space,)
-        total = 0.0
-        for name in names:
-            view = cache.space(name)
-            total += _stored(cache, view.array_name)
-            if method.kind.needs.tokens and view.tokens is not None:
-                total += sum(_stored(cache, column.name) for column in view.tokens.columns.values())
-        return total
-
-
-def _stored(cache: TeacherCache, array: str) -> float:
-    records = [record for _, record in cache.index.iter_shards(array)]
-    return sum(record.size for record in records) / max(1, sum(int(record.present.sum()) for record in records))
-
-
-def teacher_bytes(config: RunConfig, bed: Bed) -> int | None:
-    """Of the weights of the teacher that is asked, in its precision; None of one that is no transformers model."""
-    from transformers import AutoModel
-
-    folder = resolve(TeacherOptions(model=bed.teacher)).folder
-    if folder is None or isinstance(config.space, tuple):
-        return None
-    with TeacherCache.open(config.cache) as cache:
-        dtype = getattr(torch, cache.space(config.space).space.dtype)
-    with torch.device("meta"):
-        network = AutoModel.from_config(model_config(str(folder)), dtype=dtype)
-    return sum(parameter.nbytes for parameter in network.parameters())

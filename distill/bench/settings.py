@@ -1,5 +1,6 @@
 """What `distill bench` measures: the methods, on which texts, how often."""
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -31,6 +32,23 @@ DEFAULT_METHODS = (
 )
 # Options without which a short run would never reach the step that most of a training consists of.
 WHOLE_STEP: dict[str, dict[str, Any]] = {"jasper": {"stage_one_epochs": 0}}
+# Settings of a run that are the bench's to choose, and what chooses them.
+CHOSEN = {
+    "cache": "--cache",
+    "space": "--space",
+    "corpus": "--corpus",
+    "output_dir": "-o",
+    "teacher.mode": "@online behind a method",
+    "teacher.model": "--teacher",
+    "teacher.device": "--teacher-device",
+    "student.model": "--student",
+    "data.held_out": "nothing: no text is held out",
+    "data.skip_quarantined": "nothing: they are skipped",
+    "training.max_steps": "--steps",
+    "training.num_train_epochs": "--steps",
+    "training.per_device_train_batch_size": "--batch-size",
+    "training.precision": "--precision",
+}
 
 
 @dataclass(frozen=True)
@@ -74,12 +92,26 @@ class Method:
         return load_objective(self.objective)
 
     def configured(self, config: RunConfig) -> RunConfig:
-        """A run of this method that is otherwise `config`, whose objective's options hold where it is the same."""
-        options = dict(config.objective.options) if config.objective.name == self.objective else {}
+        """A run of this method that is otherwise `config`.
+
+        Options of the objective and of the sharpness that `config` names hold where the method's are the same.
+        """
+        base = config.objective if config.objective.name == self.objective else ObjectiveConfig(self.objective)
+        options = dict(base.options)
         for name, value in WHOLE_STEP.get(self.objective, {}).items():
             options.setdefault(name, value)
-        objective = ObjectiveConfig(self.objective, self.preset, options)
-        return replace(config, objective=objective, sharpness=SharpnessConfig(self.sharpness))
+        objective = ObjectiveConfig(self.objective, self.preset or base.preset, options)
+        same = config.sharpness.name == self.sharpness
+        return replace(
+            config, objective=objective, sharpness=config.sharpness if same else SharpnessConfig(self.sharpness)
+        )
+
+    def every(self, config: RunConfig) -> int:
+        """Of so many of its steps one has an ascent; 1 where all are alike."""
+        if self.sharpness == "none":
+            return 1
+        preset = PRESETS[self.sharpness].options.get("every", 1)
+        return self.configured(config).sharpness.every or int(preset)
 
 
 @dataclass(frozen=True)
@@ -96,7 +128,8 @@ class BenchSettings:
         methods: as `Method.parse` reads them.
         lengths: tokens of every text, specials included; or "corpus", the texts of the cache.
         memory_cap: bytes that torch may allocate on the GPU; beyond is an out-of-memory.
-        steps, warm_up, rounds: in each round every method takes `warm_up` steps and then `steps` timed ones.
+        steps, warm_up, rounds: in each round every method takes `warm_up` steps and then `steps` timed ones, rounded up
+            to whole cycles.
         minutes: no further round begins later than this; None sets no limit. The first round is always whole.
         alone: measure memory in a process of its own; on a GPU it never is.
         sets: `key=value` overrides of the run configuration, for all rows.
@@ -142,6 +175,7 @@ class BenchSettings:
             raise ConfigError("--lengths corpus needs --cache, whose texts they are; without one name lengths: 32,64")
         if self.random_weights and self.teacher:
             raise ConfigError("--teacher and --random-weights are two teachers; keep one")
+        self.run_config()
         for length in self.lengths:
             if length != CORPUS and not (isinstance(length, int) and length >= 4):
                 raise ConfigError(f"--lengths {length!r}: expected numbers of tokens from 4 on, or {CORPUS}")
@@ -158,12 +192,25 @@ class BenchSettings:
         """
         return [Method.parse(name) for name in self.methods]
 
+    def cycle(self) -> int:
+        """Steps after which every method has had as many with an ascent as without: a figure is the mean of so many.
+
+        Raises:
+            ConfigError: as `run_config`.
+        """
+        config = self.run_config()
+        return math.lcm(*(method.every(config) for method in self.rows()))
+
     def run_config(self) -> RunConfig:
         """What all rows have in common, before a method and texts are chosen.
 
         Raises:
-            ConfigError: an override that no run takes.
+            ConfigError: an override that no run takes, or that would not hold.
         """
+        for one in self.sets:
+            key = one.partition("=")[0].strip().replace("-", "_")
+            if key in CHOSEN:
+                raise ConfigError(f"--set {key} would change nothing; what chooses it is {CHOSEN[key]}")
         memory = [] if self.memory == "default" else [f"training.memory={self.memory}"]
         config = RunConfig.load(None, [*memory, *self.sets])
         training = replace(

@@ -1,4 +1,9 @@
-"""One method's turn: the run's own trainer, made anew, for a few steps that are timed in their parts."""
+"""One method's turn: the run's own trainer, made anew, for a few steps that are timed in their parts.
+
+A step is an optimiser step, with all of its micro-batches. Sharpness that has an ascent at every k-th step alone makes
+dear and cheap steps in turns, whose median is the price of neither: what is told are means over a cycle of them, see
+`cycle_means`.
+"""
 
 import gc
 import time
@@ -9,19 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback
 
+from distill.assembly import Assembly
 from distill.bench.memory import forget_peak, held, peak
 from distill.config import RunConfig
-from distill.method import build_objective, build_sharpness
+from distill.data.dataset import CachedDataset
 from distill.online import OnlineTeacher
-from distill.student import Student
-from distill.targets import Targets
-from distill.trainer import Distillation, DistillTrainer
+from distill.trainer import DistillTrainer
 from teacher_cache.cache import TeacherCache
+from teacher_cache.joint import JointSpace
+from teacher_cache.token_columns import ATTENTION
 
 # A step's parts: the wait for its batch; what an online teacher takes of it; what sharpness does before the pass that
-# gives the gradient, and that pass; the optimiser and the schedule.
+# gives the gradient, and that pass; clipping, the optimiser and the schedule.
 DATA, TEACHER, FIRST_PASS = "data", "teacher", "first_pass"
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 PARTS = (DATA, TEACHER, FIRST_PASS, FORWARD, BACKWARD, OPTIMIZER)
@@ -56,12 +62,18 @@ class Turn:
         loaded: bytes that were held before the first step. On a processor weights may come from their file only when
             they are first used.
         weights: bytes of the student's and the objective's parameters.
+        teacher: bytes of the parameters of a teacher that is asked, in its precision; None where none is, or one that
+            is no transformers model.
+        stored: bytes in the cache that a text's answers take, on average, of those that the steps read; None where a
+            teacher is asked for them.
     """
 
     steps: tuple[Step, ...]
     peak: int
     loaded: int
     weights: int = 0
+    teacher: int | None = None
+    stored: float | None = None
 
 
 @dataclass
@@ -79,6 +91,7 @@ class Timeline:
         """A step begins where the one before it has ended, on the device too."""
         self._wait()
         self.begun, self.used, self.marks = time.perf_counter(), time.process_time(), []
+        self.tokens = self.positions = 0
         self.mark("")
 
     def mark(self, part: str) -> None:
@@ -101,6 +114,8 @@ class Timeline:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
 
 
 class TimedTrainer(DistillTrainer):
@@ -118,8 +133,11 @@ class TimedTrainer(DistillTrainer):
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         mask = inputs["attention_mask"][: len(inputs["vectors"])]
-        self.timeline.tokens, self.timeline.positions = int(mask.sum()), mask.numel()
-        return super().training_step(model, inputs, num_items_in_batch)
+        self.timeline.tokens += int(mask.sum())
+        self.timeline.positions += mask.numel()
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self.timeline.mark(BACKWARD)
+        return loss
 
     def ascent_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
@@ -170,7 +188,7 @@ class _Meter(TrainerCallback):
         self.weights = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.weights = sum(parameter.nbytes for parameter in kwargs["model"].parameters())
+        self.weights = _bytes(kwargs["model"])
         forget_peak(self.timeline.device)
         self.loaded = held(self.timeline.device)
         self.timeline.begin()
@@ -178,13 +196,13 @@ class _Meter(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.timeline.mark(DATA)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.timeline.mark(BACKWARD)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.timeline.mark(OPTIMIZER)
         self.steps.append(self.timeline.end())
         self.timeline.begin()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.timeline.begin()  # the next step's data did not wait for it
 
 
 def take_turn(config: RunConfig, warm_up: int) -> Turn:
@@ -201,24 +219,41 @@ def take_turn(config: RunConfig, warm_up: int) -> Turn:
     _let_go(device)
     before = held(device)
     with TemporaryDirectory() as scratch, TeacherCache.open(config.cache) as cache:
-        meter = _trained(replace(config, output_dir=scratch), cache)
+        made = Assembly.load(replace(config, output_dir=scratch), cache)
+        dataset, collator = made.dataset(), made.collator()
+        asked = collator.online
+        network, stored = (None, _stored(dataset)) if asked is None else (asked.network, None)
+        trainer = made.trainer(TimedTrainer, dataset, collator)
+        trainer.train()
         top = peak(device)
-    return Turn(tuple(meter.steps[warm_up:]), max(0, top - before), max(0, meter.loaded - before), meter.weights)
+    meter = trainer.meter
+    return Turn(
+        steps=tuple(meter.steps[warm_up:]),
+        peak=max(0, top - before),
+        loaded=max(0, meter.loaded - before),
+        weights=meter.weights,
+        teacher=None if network is None else _bytes(network),
+        stored=stored,
+    )
 
 
-def _trained(config: RunConfig, cache: TeacherCache) -> _Meter:
-    targets, manifest = Targets(config, cache), cache.corpus(config.corpus)
-    student = Student.load(config.student)
-    set_seed(config.training.seed)
-    objective = build_objective(config, student.shape, targets)
-    targets.check(objective, manifest)
-    dataset = targets.dataset(manifest, objective, targets.skipped_rows(objective))
-    model = Distillation(student, objective)
-    sharpness = build_sharpness(config, model)
-    collator = targets.collator(manifest, objective, student)
-    trainer = TimedTrainer(model, config, dataset, collator, sharpness)
-    trainer.train()
-    return trainer.meter
+def _bytes(network: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in network.parameters())
+
+
+def _stored(dataset: CachedDataset) -> float:
+    """Bytes a text of the columns that its records are read from, as they lie on disk."""
+    cache, space, _ = dataset.handles()
+    names = [one.array_name for one in (space.spaces if isinstance(space, JointSpace) else [space])]
+    if dataset.tokens is not None and space.tokens is not None:
+        columns = space.tokens.columns.items()
+        names += [column.name for array, column in columns if array != ATTENTION or dataset.tokens == "attention"]
+    return sum(_stored_in(cache, name) for name in names)
+
+
+def _stored_in(cache: TeacherCache, array: str) -> float:
+    records = [record for _, record in cache.index.iter_shards(array)]
+    return sum(record.size for record in records) / max(1, sum(int(record.present.sum()) for record in records))
 
 
 def _let_go(device: torch.device) -> None:

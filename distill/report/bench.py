@@ -109,9 +109,11 @@ def notes(table: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
     if steps:
         fewest, most = min(steps), max(steps)
         counted = f"{most[0]}" if fewest == most else f"{fewest[0]} to {most[0]}"
+        cycle = record.get("cycle", 1)
+        means = "" if cycle == 1 else f", each figure the mean of {cycle} in a row, as not every one has an ascent"
         yield (
-            f"medians of {counted} steps in {most[1]} rounds; ratios (×) to {record['baseline']}, of the same round; a "
-            "step counts an online teacher, and not the wait for data"
+            f"medians of {counted} steps in {most[1]} rounds{means}; ratios (×) to {record['baseline']}, of the same "
+            "round; a step counts an online teacher, and not the wait for data"
         )
     for row in table["rows"]:
         if row["failed"]:

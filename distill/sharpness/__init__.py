@@ -5,7 +5,8 @@
     asam           of an ellipsoid along |w|, as the published TALAS code has it
     asam-kwon      as the code of ASAM's authors has it
     norm-only      asam on the parameters of normalisation layers alone
-    norm-one-view  the same; of an objective that compares views of a text the first pass encodes one
+    norm-one-view  the default: the same at every second step; of an objective that compares views of a text the first
+                   pass encodes one
     disam          sam, away from what drives the domains' losses apart          `distill.sharpness.disam`
     looksam        sam at every k-th step, its direction kept for those between  `distill.sharpness.looksam`
     msam           ahead along the optimizer's momentum, in one pass             `distill.sharpness.msam`
@@ -13,6 +14,10 @@
 `norm-only` keeps the part of `asam` that does something: in a sentence encoder most of its perturbation sits on
 LayerNorm gains anyway. The first backward then computes no gradient of a matrix, and the copy of the weights is
 that of the gains and biases (SAM-ON: Mueller et al., NeurIPS 2023, who perturb normalisation layers alone too).
+
+`norm-one-view` is this package's own, of no paper: `norm-only` without what costs most of its first pass. The term of
+TALAS that compares views has a weight of 0.001, and is the only one that needs a second encoding; and an ascent at
+every second step (`every=1` has it at all of them) is enough: students score what those of `asam` do.
 """
 
 import difflib
@@ -68,7 +73,7 @@ PRESETS: dict[str, Preset] = {
     "asam-kwon": Preset({"rho": 0.5, "eta": 0.01, "parameters": "all", **_STEPS}, {"scaling": "kwon"}),
     "norm-only": Preset({"rho": 0.05, **_STEPS}, {"scaling": "abs", "parameters": "norms"}),
     "norm-one-view": Preset(
-        {"rho": 0.05, "every": 1},
+        {"rho": 0.05, "every": 2},
         {"scaling": "abs", "parameters": "norms", "climbs": AscentLoss(first_view=True)},
     ),
     "disam": Preset({"rho": 0.05, "parameters": "all", "variance_weight": 0.1, **_STEPS}, {"scaling": "none"}),

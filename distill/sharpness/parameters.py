@@ -37,7 +37,10 @@ def chosen_parameters(
         norms = norm_parameters(model)
         named = [(name, parameter) for name, parameter in named if parameter in norms]
     if not named:
-        raise ConfigError(f"sharpness parameters: {selection!r} selects none of the model's parameters")
+        raise ConfigError(
+            f"sharpness parameters: {selection!r} selects none of the model's parameters; use a method that perturbs "
+            "others, such as asam, or none"
+        )
     return named
 
 

@@ -159,4 +159,4 @@ def test_what_will_be_trained_is_said_before_it_is(short_run: list[str]) -> None
     assert said[0].startswith("teacher: toy · mean pooling · no prompt")
     assert said[1] == "corpus: sentences, 349 of 400 records to train on, 45 texts held out"
     assert said[2].startswith("student: tiny-bert · 2 layers of 16 · mean pooling")
-    assert said[3] == "method: talas, sharpness asam, fp32"
+    assert said[3] == "method: talas, sharpness norm-one-view, fp32"

@@ -1,5 +1,7 @@
 """The bench: its rows are the trainer's own steps, on texts of the wanted length, and its figures what was measured."""
 
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,27 @@ from distill.bench.made_up import BACKEND, MadeUpTeacher, model_config, write_st
 from distill.bench.measure import Progress, Row, bench
 from distill.bench.memory import CLEAR, forget_peak, held, peak
 from distill.bench.settings import DEFAULT_METHODS, BenchSettings, Method
-from distill.bench.turn import DATA, FIRST_PASS, FORWARD, PARTS, TEACHER, Step, TimedTrainer, Turn, take_turn
-from distill.config import RunConfig, StudentConfig
+from distill.bench.turn import (
+    DATA,
+    FIRST_PASS,
+    FORWARD,
+    PARTS,
+    TEACHER,
+    Step,
+    TimedTrainer,
+    Turn,
+    take_turn,
+)
+from distill.callbacks import cycle_means
+from distill.config import ObjectiveConfig, RunConfig, SharpnessConfig, StudentConfig
 from distill.errors import ConfigError
 from distill.trainer import DistillTrainer
 from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
+from teacher_cache.teachers.transformer import TransformerTeacher
 from tests.distill.tiny_runs import parts, tiny_config
-from tests.teacher_cache.tiny_teachers import write_qwen3
+from tests.teacher_cache.tiny_teachers import write_bert, write_qwen3
 
 CPU = torch.device("cpu")
 
@@ -87,6 +101,9 @@ def test_every_default_method_can_be_read() -> None:
         ({"cache": "c", "rounds": 0}, "--rounds is 0"),
         ({"cache": "c", "minutes": 0.0}, "--minutes"),
         ({"cache": "c", "methods": ()}, "at least one"),
+        ({"cache": "c", "sets": ("training.precision=bf16",)}, "what chooses it is --precision"),
+        ({"cache": "c", "sets": ("training.per-device-train-batch-size=8",)}, "what chooses it is --batch-size"),
+        ({"cache": "c", "sets": ("teacher.mode=online",)}, "@online"),
     ],
 )
 def test_settings_that_cannot_be_measured_are_refused(given: dict[str, Any], said: str) -> None:
@@ -133,6 +150,24 @@ def test_a_made_up_teacher_has_the_sizes_of_its_folder_and_needs_no_weights(
     vectors = teacher.encode(["the cat sat", "dogs"])
     assert vectors.shape == (2, config.hidden_size)
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [write_bert, write_qwen3])
+def test_a_made_up_teacher_rounds_what_a_real_one_of_its_sizes_rounds(
+    tiny_student: Path, tmp_path: Path, kind: Callable[[Path], Path]
+) -> None:
+    real = kind(tmp_path / "real")
+    folder = write_teacher(model_config(str(real)), AutoTokenizer.from_pretrained(real), tmp_path / "made-up")
+    networks: list[Any] = []
+    for model, backend in ((real, "transformer"), (folder, BACKEND)):
+        options = TeacherOptions(model=str(model), backend=backend, dtype="bfloat16", device="cpu")
+        teacher: Any = load_teacher(resolve(options))
+        assert isinstance(teacher, TransformerTeacher)
+        networks.append(teacher.network)
+    there, here = ({name: (p.shape, p.dtype) for name, p in one.named_parameters()} for one in networks)
+    assert here == there
+    assert {dtype for _, dtype in here.values()} == {torch.bfloat16, torch.float32}
+    assert [type(module) for module in networks[0].modules()] == [type(module) for module in networks[1].modules()]
 
 
 def test_beds_hold_texts_of_each_length_with_all_that_the_methods_compare(
@@ -224,18 +259,20 @@ def test_the_peak_counts_what_was_let_go_of_and_can_be_forgotten() -> None:
 
 def test_every_method_is_measured_with_the_teacher_cached_and_online(tiny_student: Path, tiny_teacher: Path) -> None:
     seen: list[Progress] = []
-    names = ("talas", "talas+norm-one-view", "emo", "emo@online", "cdm@online")
+    names = ("talas", "talas+norm-one-view", "emo", "dskd", "emo@online", "cdm@online")
     asked = settings(tiny_student, random_weights=str(tiny_teacher), lengths=(8,), methods=names, rounds=1)
     result = bench(asked, report=seen.append)
     rows = rows_of(result)
     assert all(row["failed"] is None for row in rows.values())
-    assert [(one.done, one.turns) for one in seen] == [(number, 5) for number in range(5)]
+    assert [(one.done, one.turns) for one in seen] == [(number, 6) for number in range(6)]
     assert result.tables[0]["tokens"] == 6 * 8
     assert result.baseline == "talas"
     assert rows["talas"]["ratio"]["step"] == rows["talas"]["ratio"]["with_data"] == 1
     assert {row["steps"] for row in rows.values()} == {2}
     # A vector of 16 numbers in float16, and the frame of its codec; tokens are 8 states of 16 numbers more.
     assert 32 <= rows["talas"]["cache_bytes_a_sample"] < rows["emo"]["cache_bytes_a_sample"] - 8 * 32
+    # Two maps of 8 x 8 in float16, which dskd does not read.
+    assert rows["dskd"]["cache_bytes_a_sample"] < rows["emo"]["cache_bytes_a_sample"] - 64
     assert rows["emo@online"]["cache_bytes_a_sample"] is None
     config = model_config(str(tiny_teacher))
     size = sum(4 * parameter.numel() for parameter in AutoModel.from_config(config).parameters())
@@ -287,14 +324,12 @@ def test_texts_of_a_cache_can_be_answered_by_a_made_up_teacher(
 def test_what_does_not_fit_is_a_row_that_says_so(
     toy_cache: Path, tiny_student: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = measure.take_turn
-
     def full(config: RunConfig, warm_up: int) -> Turn:
         if config.objective.name == "leaf":
             raise torch.OutOfMemoryError("CUDA out of memory")
         if config.objective.name == "rkd":
             raise TeacherError("the teacher does not fit on the device") from torch.OutOfMemoryError("CUDA")
-        return real(config, warm_up)
+        return take_turn(config, warm_up)
 
     monkeypatch.setattr(measure, "take_turn", full)
     asked = settings(tiny_student, cache=str(toy_cache), corpus="few", methods=("talas", "leaf", "rkd"), rounds=1)
@@ -303,6 +338,24 @@ def test_what_does_not_fit_is_a_row_that_says_so(
     assert rows["talas"]["failed"] is None
     with pytest.raises(ConfigError, match=r"no method could be measured; the first, leaf: out of memory"):
         bench(replace(asked, methods=("leaf", "rkd")))
+
+
+def test_a_process_that_was_killed_ran_out_of_memory(
+    toy_cache: Path, tiny_student: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(config: RunConfig, warm_up: int) -> Turn:
+        if config.objective.name == "leaf":
+            raise BrokenProcessPool("a process was terminated abruptly")
+        return take_turn(config, warm_up)
+
+    monkeypatch.setattr(measure, "_in_own_process", killed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names = ("talas", "leaf")
+    rows = rows_of(
+        bench(settings(tiny_student, cache=str(toy_cache), corpus="few", methods=names, rounds=1, alone=True))
+    )
+    assert rows["leaf"]["failed"] == "out of memory: its process was killed"
+    assert rows["talas"]["failed"] is None
 
 
 def test_a_cap_of_a_gpu_that_is_not_there_is_refused(
@@ -327,6 +380,101 @@ def test_ratios_are_of_the_same_round_so_that_a_slow_round_changes_none() -> Non
     assert ratios["with_data"] == pytest.approx((5.0 + 3.0) / 2)
     assert ratios["processor"] == pytest.approx(2.05)
     assert "memory" not in ratios
+
+
+def cycles(dear: float, cheap: float, count: int = 3) -> Turn:
+    """Steps that begin with a cheap one, as behind an odd number of steps to warm up."""
+    return Turn((step(cheap), step(dear)) * count, 0, 0)
+
+
+def test_a_figure_of_dear_and_cheap_steps_is_the_mean_of_a_cycle() -> None:
+    method = Method.parse("talas+norm-one-view")
+    steps = (step(1.0, 1.0), step(2.0), step(1.0), step(4.0), step(1.0, 3.0), step(9.0))
+    row = Row(method, RunConfig(), [Turn(steps, 0, 0)], cycle=2)
+    base = Row(Method.parse("talas"), RunConfig(), [Turn((step(1.0),) * 6, 0, 0)], cycle=2)
+    told = measure._summary(row, base)
+    # Three cycles: 1.5, 2.5 and 5 seconds a step, and 2, 2.5 and 6.5 with the wait for data.
+    assert told["step_ms_p50"] == pytest.approx(2500)
+    assert told["step_ms_p90"] == pytest.approx(2500 + 0.8 * 2500)
+    assert told["with_data_ms_p50"] == pytest.approx(2500)
+    assert told["with_data_ms_p90"] == pytest.approx(2500 + 0.8 * 4000)
+    assert told["processor_ms_p50"] == pytest.approx(5000)
+    assert told["parts_ms"][DATA] == pytest.approx(500)  # of 0.5, 0 and 1.5
+    assert told["steps"] == 6
+    assert told["tokens_per_second"] == pytest.approx(60 / 22)
+    assert told["ratio"]["step"] == pytest.approx(2.5)
+
+
+def test_the_ratio_of_dear_and_cheap_steps_is_their_share_wherever_a_cycle_begins() -> None:
+    method = Method.parse("talas")
+    base = Row(method, RunConfig(), [Turn((step(1.0),) * 6, 0, 0)] * 2, cycle=2)
+    for turns in ([cycles(1.6, 1.0)] * 2, [cycles(1.0, 1.6)] * 2):
+        ratios = measure._ratios(Row(method, RunConfig(), turns, cycle=2), base)
+        assert ratios is not None
+        assert ratios["step"] == pytest.approx(1.3)
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 20))
+def test_any_stretch_of_whole_cycles_has_the_mean_of_one(every: int, cycle_count: int, warm_up: int) -> None:
+    taken = [2.0 if number % every == 0 else 1.0 for number in range(warm_up + every * cycle_count)]
+    assert cycle_means(taken[warm_up:], every) == pytest.approx([1 + 1 / every] * cycle_count)
+
+
+def test_steps_that_are_no_whole_cycles_have_no_mean() -> None:
+    with pytest.raises(ValueError, match="reshape"):
+        cycle_means([1.0, 2.0, 1.0], 2)
+
+
+@pytest.mark.parametrize(
+    ("methods", "sets", "cycle"),
+    [
+        (("talas", "talas+asam", "talas+msam", "leaf"), (), 1),
+        (("talas", "talas+norm-one-view"), (), 2),
+        (("talas+norm-one-view", "leaf+looksam"), (), 10),
+        (("talas", "talas+norm-one-view"), ("sharpness.every=3",), 3),  # the default is norm-one-view
+        (("talas+asam", "talas+looksam"), ("sharpness.name=asam", "sharpness.every=4"), 20),
+    ],
+)
+def test_a_cycle_holds_every_method_s_own(methods: tuple[str, ...], sets: tuple[str, ...], cycle: int) -> None:
+    assert BenchSettings(cache="c", methods=methods, sets=sets).cycle() == cycle
+
+
+def test_options_of_an_objective_hold_for_its_rows_and_no_others() -> None:
+    config = RunConfig.load(None, ["objective.preset=official", "objective.options.depth=2"])
+    assert Method.parse("talas").configured(config).objective == config.objective
+    assert Method.parse("talas/paper").configured(config).objective == replace(config.objective, preset="paper")
+    assert Method.parse("leaf").configured(config).objective == ObjectiveConfig("leaf")
+
+
+def test_options_of_a_sharpness_hold_for_its_rows_and_no_others() -> None:
+    config = RunConfig.load(None, ["sharpness.name=asam", "sharpness.rho=0.3"])
+    assert Method.parse("talas+asam").configured(config).sharpness == config.sharpness
+    assert Method.parse("talas+sam").configured(config).sharpness == SharpnessConfig("sam")
+    assert Method.parse("talas").configured(config).sharpness == SharpnessConfig("none")
+
+
+def test_timed_steps_are_whole_cycles_of_all_rows(toy_cache: Path, tiny_student: Path) -> None:
+    names = ("talas", "talas+norm-one-view", "leaf+looksam")
+    result = bench(settings(tiny_student, cache=str(toy_cache), corpus="few", methods=names, rounds=1, steps=1))
+    rows = rows_of(result)
+    assert result.to_json()["cycle"] == 10
+    assert {name: row["steps"] for name, row in rows.items()} == dict.fromkeys(names, 10)
+    assert rows["talas"]["parts_ms"][FIRST_PASS] == 0 < rows["talas+norm-one-view"]["parts_ms"][FIRST_PASS]
+
+
+def test_a_step_has_the_parts_and_tokens_of_all_its_micro_batches(toy_cache: Path, tiny_student: Path) -> None:
+    turns = []
+    for batch, accumulated in ((6, 1), (3, 2)):
+        sets = (f"training.gradient_accumulation_steps={accumulated}",)
+        asked = settings(
+            tiny_student, cache=str(toy_cache), corpus="sentences", methods=("talas",), batch_size=batch, sets=sets
+        )
+        with beds(asked) as made:
+            turns.append(take_turn(made[0].configured(asked.rows()[0].configured(asked.run_config()), False), 0))
+    whole, halves = turns
+    assert len(whole.steps) == len(halves.steps) == 3
+    assert [step.tokens for step in whole.steps] == [step.tokens for step in halves.steps]
+    assert all(step.positions > 0 for step in halves.steps)
 
 
 def test_memory_is_that_of_the_turn_alone() -> None:

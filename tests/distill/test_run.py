@@ -2,6 +2,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from distill import run as run_module
 from distill.callbacks import TrainingProgress
 from distill.checkpoints import last_checkpoint
-from distill.config import RunConfig
+from distill.config import RunConfig, SharpnessConfig
 from distill.errors import ConfigError, NeedsNotMet, RunFolderError, StudentError
 from distill.method import build_objective, held_out_rows, learned_projection
 from distill.objectives import OBJECTIVES
@@ -305,6 +306,20 @@ def test_other_settings_are_refused_by_key_with_both_values(
     assert "training.seed: 42 there, 7 now" in message
     assert "student.pooling: None there, 'cls' now" in message
     assert "output-dir" in message
+
+
+def test_a_run_begun_with_another_default_sharpness_is_not_gone_on_with_another_recipe(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    asam = six_steps(toy_cache, tiny_student, folder, "sharpness.name=asam")
+    with pytest.raises(Stopped):
+        run(asam, report=stop_at(3))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(RunFolderError, match=r"sharpness\.name: 'asam' there, 'norm-one-view' now"):
+        run(replace(asam, sharpness=SharpnessConfig()))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert run(asam).steps == 6
 
 
 def changed(finished: Path, folder: Path, **change: Any) -> Path:

@@ -75,7 +75,7 @@ def moved(sharpness: SharpnessAware, model: Model) -> set[str]:
         (
             "norm-one-view",
             SharpnessAware,
-            {"scaling": "abs", "rho": 0.05, "every": 1, "climbs": AscentLoss(first_view=True)},
+            {"scaling": "abs", "rho": 0.05, "every": 2, "climbs": AscentLoss(first_view=True)},
         ),
         ("disam", SharpnessAware, {"scaling": "none", "rho": 0.05, "climbs": AscentLoss(None, 0.1)}),
         ("looksam", LookSam, {"scaling": "none", "rho": 0.05, "every": 5, "alpha": 0.7}),

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 
-from distill.config import RunConfig
+from distill.config import RunConfig, SharpnessConfig
 from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError
@@ -286,7 +287,7 @@ def test_the_first_pass_without_view_terms_encodes_one_view(
 def test_norm_one_view_is_norm_only_without_the_terms_that_compare_views(
     parted_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
-    ways = (("norm-one-view",), ("norm-only", "sharpness.ascent_terms=[tamd, lasd]"))
+    ways = (("norm-one-view",), ("norm-only", "sharpness.every=2", "sharpness.ascent_terms=[tamd, lasd]"))
     found = []
     for number, (name, *more) in enumerate(ways):
         config = tiny_config(
@@ -303,6 +304,20 @@ def test_norm_one_view_is_norm_only_without_the_terms_that_compare_views(
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
 
 
+def test_who_names_no_sharpness_has_an_ascent_of_one_view_at_every_second_step(
+    parted_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(parted_cache, tiny_student, tmp_path, "training.max_steps=3")
+    made = parts(replace(config, sharpness=RunConfig().sharpness))
+    rows: list[int] = []
+    made.student.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
+    trainer = made.trainer()
+    trainer.train()
+    assert rows == [9, 18, 18, 9, 18]
+    assert trainer.sharpness is not None
+    assert set(trainer.sharpness.perturbation_shares()) == {"norm gains", "norm biases"}
+
+
 def test_a_loss_that_only_compares_views_is_climbed_as_a_whole(
     parted_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
@@ -314,6 +329,7 @@ def test_a_loss_that_only_compares_views_is_climbed_as_a_whole(
             tmp_path / name,
             "objective.name=simcse",
             f"sharpness.name={name}",
+            "sharpness.every=2",
             "training.max_steps=3",
         )
         made = parts(config)
@@ -324,8 +340,10 @@ def test_a_loss_that_only_compares_views_is_climbed_as_a_whole(
 
 def test_unknown_terms_stop_the_first_step(parted_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     config = tiny_config(parted_cache, tiny_student, tmp_path, "sharpness.name=asam", "sharpness.ascent_terms=[otis]")
+    made = parts(replace(config, sharpness=SharpnessConfig("none")))
+    made.config = config  # whose terms nobody has looked at
     with pytest.raises(ConfigError, match="no term 'otis' in this step; known here: lasd, simcse, tamd"):
-        parts(config).trainer().train()
+        made.trainer().train()
 
 
 @pytest.mark.parametrize("name", ["disam", "looksam", "terms", "norm-only"])

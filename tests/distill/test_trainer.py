@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distill.arguments import linear_cycles, settled_precision, training_arguments
+from distill.callbacks import StepClock
 from distill.config import RunConfig
 from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
@@ -447,3 +448,14 @@ def test_the_student_stands_still_until_its_stage_begins(toy_cache: Path, tiny_s
     # Steps 2 to 7 are stage one; the first step of all has a learning rate that is above 0 only after warm-up.
     assert [student for student, _ in moved] == [False] * 6 + [True] * 5
     assert all(heads for _, heads in moved)
+
+
+def test_a_step_that_ascends_every_other_time_costs_the_mean_of_two() -> None:
+    clock = StepClock(cycle=2)
+    clock.steps, clock.waits = [9.0] * 10 + [1.0, 3.0] * 5 + [1.0], [0.0] * 21
+    cost = clock.cost()
+    assert cost is not None
+    assert (cost["step_seconds_p50"], cost["step_seconds_p90"]) == (2.0, 2.0)
+    alone = StepClock(cycle=2)
+    alone.steps, alone.waits = [5.0], [0.0]
+    assert (alone.cost() or {})["step_seconds_p50"] == 5.0

@@ -2,23 +2,20 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import set_seed
 
+from distill.assembly import Assembly
 from distill.callbacks import TrainingProgress
 from distill.config import RunConfig
 from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset
-from distill.objectives import load_objective
 from distill.objectives.base import Objective
-from distill.sharpness import build_sharpness
 from distill.student import Student
-from distill.targets import Targets
-from distill.trainer import Distillation, DistillTrainer
+from distill.trainer import DistillTrainer
 from teacher_cache.cache import TeacherCache
 
 
@@ -47,32 +44,24 @@ def tiny_config(cache: Path, student: Path, folder: Path, *overrides: str) -> Ru
 
 @dataclass
 class Parts:
-    """What a run is made of."""
+    """What a run is made of; each may be replaced before there is a trainer."""
 
     config: RunConfig
     student: Student
     objective: Objective
     dataset: CachedDataset
     collator: Collator
+    assembly: Assembly
 
     def trainer(self, kind: type[DistillTrainer] = DistillTrainer, **options: Any) -> DistillTrainer:
-        model = Distillation(self.student, self.objective)
-        chosen = asdict(self.config.sharpness)
-        sharpness = build_sharpness(chosen.pop("name"), model, **chosen)
-        return kind(model, self.config, self.dataset, self.collator, sharpness, **options)
+        made = replace(self.assembly, config=self.config, student=self.student, objective=self.objective)
+        return made.trainer(kind, self.dataset, self.collator, **options)
 
 
 def parts(config: RunConfig, held_out: np.ndarray[Any, Any] | None = None) -> Parts:
     """As `run` makes them; two calls give equal weights. The cache's handles live as long as the dataset."""
-    cache = TeacherCache.open(config.cache)
-    targets = Targets(config, cache)
-    student = Student.load(config.student)
-    set_seed(config.training.seed)
-    kind: Any = load_objective(config.objective.name)
-    objective: Objective = kind(student.shape, targets.shape, **config.objective.options)
-    manifest = cache.corpus(config.corpus)
-    dataset = targets.dataset(manifest, objective, held_out)
-    return Parts(config, student, objective, dataset, targets.collator(manifest, objective, student))
+    made = Assembly.load(config, TeacherCache.open(config.cache))
+    return Parts(config, made.student, made.objective, made.dataset(held_out), made.collator(), made)
 
 
 class Stopped(Exception):

@@ -1,0 +1,73 @@
+"""The parts of a run, made of its configuration and a cache; in one order, so that equal seeds give equal weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from distill.config import RunConfig
+from distill.data.collator import Collator
+from distill.data.dataset import CachedDataset
+from distill.method import build_objective, build_sharpness
+from distill.objectives.base import Objective
+from distill.student import Student
+from distill.targets import Targets
+from distill.trainer import Distillation, DistillTrainer
+from teacher_cache.cache import TeacherCache
+from teacher_cache.storage.manifest import Manifest
+
+AnyTrainer = TypeVar("AnyTrainer", bound=DistillTrainer)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Student and objective, and what they are trained on.
+
+    Attributes:
+        skipped: ascending rows that `data.skip_quarantined` leaves out.
+    """
+
+    config: RunConfig
+    targets: Targets
+    manifest: Manifest
+    student: Student
+    objective: Objective
+    skipped: npt.NDArray[np.int64]
+
+    @classmethod
+    def load(cls, config: RunConfig, cache: TeacherCache) -> Self:
+        """The student's weights from its folder, and the objective's drawn from the run's seed.
+
+        Raises:
+            KnownError: what is named is not there, or does not go together.
+        """
+        from transformers import set_seed
+
+        targets, manifest = Targets(config, cache), cache.corpus(config.corpus)
+        student = Student.load(config.student)
+        set_seed(config.training.seed)  # before the first random weight
+        objective = build_objective(config, student.shape, targets)
+        targets.check(objective, manifest)
+        return cls(config, targets, manifest, student, objective, targets.skipped_rows(objective))
+
+    def dataset(self, held_out: npt.NDArray[np.int64] | None = None) -> CachedDataset:
+        """The records to train on.
+
+        Args:
+            held_out: rows that are not trained on; `skipped` ones are not anyway.
+        """
+        left_out = self.skipped if held_out is None else np.union1d(held_out, self.skipped)
+        return self.targets.dataset(self.manifest, self.objective, left_out)
+
+    def collator(self) -> Collator:
+        """What makes batches of them; an online teacher is loaded here."""
+        return self.targets.collator(self.manifest, self.objective, self.student)
+
+    def trainer(
+        self, kind: Callable[..., AnyTrainer], dataset: CachedDataset, collator: Collator, **options: Any
+    ) -> AnyTrainer:
+        """Student, objective and sharpness in a trainer; `options` are those of its class besides."""
+        model = Distillation(self.student, self.objective)
+        return kind(model, self.config, dataset, collator, build_sharpness(self.config, model), **options)
