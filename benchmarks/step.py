@@ -1,0 +1,286 @@
+"""A TALAS step beside the standard way to a wider teacher and beside the paper's own loop: time and peak memory.
+
+    python benchmarks/step.py --model FOLDER --corpus FILE.csv [--text-key COLUMN] [--steps N] [--warm-up N]
+        [--rounds R] [--only talas,mse,...] [--quick] [--json FILE]
+
+Contenders, each in float32 and, but for the paper's, in the precision that `training.precision=auto` chooses here:
+
+- talas, talas+asam, talas+cheap: `DistillTrainer` over a cache, as `distill run` trains; "cheap" is `norm-one-view` at
+  every second step. A thread reads and tokenizes a batch while the one before is computed.
+- mse: `SentenceTransformerTrainer` with `MSELoss`: transformer, pooling, `Dense` to the targets' width with identity
+  activation; texts and targets from a data set on disk. Its collator tokenizes between two steps.
+- paper, paper+asam: `benchmarks/paper_loop.py`; texts and targets in memory, tokenized between two steps.
+
+All have the same student with its own dropout, the same distinct texts in the same batches of 32, cut at the same
+length; the same 1,024-wide targets (random unit vectors: what they say changes no time); the student's learning rate,
+schedule, weight decay, seeds and threads. A TALAS step encodes every text twice, one of MSELoss once. The others pad a
+batch to its longest text; what a run does about padding is its own. Both trainers have the fused AdamW and clip no
+gradient; the paper's loop has `torch.optim.AdamW` as it comes.
+
+In each round every contender trains anew in this process, another one first each time, and each round has other
+batches. A step lasts from the end of the one before to its own end, the wait for its batch included. Cheap sharpness
+takes turns with plain steps, so that a figure is the mean of two steps in a row; a round's is the median of those.
+Ratios are taken within a round; told is the median of all. Memory is that of a process of its own that has trained
+two steps of two texts before: the highest resident memory of a round's batches beyond what was held before the model
+was loaded; the median of three processes, because what the heap keeps of freed blocks differs by a tenth.
+"""
+
+import argparse
+import gc
+import json
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from transformers.utils import logging
+
+from benchmarks.step_contenders import BATCH, CYCLE, METHODS, OURS, PAPERS, WIDTH, Contender, Task, prepare, take
+from distill.arguments import settled_precision
+from distill.config import StudentConfig
+from distill.student import Student, student_shape
+
+STEPS, WARM_UP, ROUNDS = 20, 4, 5
+# Of each contender at the most, for its memory.
+PROCESSES = 3
+
+Figures = dict[str, Any]
+# By contender, "seconds" and "processor" of a step.
+Round = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A ratio that is asked for.
+
+    Attributes:
+        bar: what it may be at the most; None only tells it.
+    """
+
+    what: str
+    mine: str
+    theirs: str
+    bar: float | None
+
+
+STEP_QUESTIONS = (
+    Question("TALAS to sentence-transformers' MSELoss", "talas", "mse", 1.0),
+    Question("TALAS with ASAM to the paper's loop", "talas+asam", "paper+asam", 0.35),
+    Question("TALAS without to the paper's loop", "talas", "paper", None),
+    Question("price of ASAM", "talas+asam", "talas", 1.9),
+    Question("price of cheap sharpness", "talas+cheap", "talas", 1.35),
+)
+MEMORY_QUESTIONS = (
+    Question("TALAS to sentence-transformers' MSELoss", "talas", "mse", 1.0),
+    Question("TALAS without to the paper's loop", "talas", "paper", 1.0),
+    Question("TALAS with ASAM to the paper's loop", "talas+asam", "paper+asam", 1.0),
+)
+
+
+def in_rounds(tasks: Sequence[Task], rounds: int) -> Iterator[Round]:
+    """Each beginning with another contender, on batches of its own."""
+    gc.collect()
+    gc.freeze()  # the libraries are not searched for garbage in the middle of a step
+    try:
+        for number in range(rounds):
+            start = number % len(tasks)
+            found: Round = {}
+            for task in (*tasks[start:], *tasks[:start]):
+                found[task.contender.name] = take(replace(task, seed=task.seed + number)).figures()
+            yield found
+    finally:
+        gc.unfreeze()
+
+
+def peaks_alone(tasks: Sequence[Task], rounds: int) -> Iterator[dict[str, int]]:
+    """Bytes by contender, each in a process that a server forks which has the libraries; on the rounds' batches."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["distill.bench.turn", "sentence_transformers"])
+    for number in range(min(rounds, PROCESSES)):
+        found = {}
+        for task in tasks:
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                alone = pool.submit(peak_of_child, replace(task, seed=task.seed + number), torch.get_num_threads())
+                found[task.contender.name] = alone.result()
+        yield found
+
+
+def peak_of_child(task: Task, threads: int) -> int:
+    torch.set_num_threads(threads)
+    quiet()
+    take(replace(task, steps=CYCLE, warm_up=0, batch=2))  # the libraries' own code becomes resident
+    return take(task).peak
+
+
+def quiet() -> None:
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def contenders(only: Sequence[str] | None) -> list[Contender]:
+    """In every precision that is a contender's."""
+    best = settled_precision("auto")
+    chosen = [method for method in METHODS if only is None or method in only]
+    return [
+        Contender(method, precision)
+        for method in chosen
+        for precision in dict.fromkeys(("fp32",) if method in PAPERS else ("fp32", best))
+    ]
+
+
+def summary(rounds: Sequence[Round]) -> Round:
+    """Medians over rounds."""
+    return {
+        name: {figure: median(one[name][figure] for one in rounds) for figure in ("seconds", "processor")}
+        for name in rounds[0]
+    }
+
+
+def pairs(question: Question, medians: Round) -> list[tuple[str, str]]:
+    """Who is compared: both in float32, then each in its faster precision; two of ours always in the same one."""
+
+    def of(method: str) -> dict[str, str]:
+        names = (name for name in medians if name.split()[0] == method)
+        return {name.split()[1]: name for name in names}
+
+    mine, theirs = of(question.mine), of(question.theirs)
+    if not mine or not theirs:
+        return []
+    if question.theirs in OURS:
+        return [(name, theirs[precision]) for precision, name in mine.items()]
+
+    def fastest(names: dict[str, str]) -> str:
+        return min(names.values(), key=lambda name: medians[name]["seconds"])
+
+    return list(dict.fromkeys([(mine["fp32"], theirs["fp32"]), (fastest(mine), fastest(theirs))]))
+
+
+def step_answers(rounds: Sequence[Round]) -> list[Figures]:
+    """Ratios of steps: medians, least and most over the rounds, and whether the clock's meets its bar."""
+    found, medians = [], summary(rounds)
+    for question in STEP_QUESTIONS:
+        for mine, theirs in pairs(question, medians):
+            wall = [one[mine]["seconds"] / one[theirs]["seconds"] for one in rounds]
+            processor = [one[mine]["processor"] / one[theirs]["processor"] for one in rounds]
+            told = {"ratio": median(wall), "least": min(wall), "most": max(wall), "processor": median(processor)}
+            found.append(asdict(question) | {"mine": mine, "theirs": theirs} | told | _met(question, told["ratio"]))
+    return found
+
+
+def memory_answers(peaks: dict[str, int], medians: Round) -> list[Figures]:
+    """Ratios of peaks."""
+    found = []
+    for question in MEMORY_QUESTIONS:
+        for mine, theirs in pairs(question, medians):
+            ratio = peaks[mine] / peaks[theirs]
+            found.append(asdict(question) | {"mine": mine, "theirs": theirs, "ratio": ratio} | _met(question, ratio))
+    return found
+
+
+def _met(question: Question, ratio: float) -> dict[str, bool | None]:
+    return {"met": None if question.bar is None else ratio <= question.bar}
+
+
+def measured(asked: argparse.Namespace) -> Figures:
+    """All rounds, the peaks, and what they answer."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        texts = prepare(asked.corpus, asked.text_key, folder)
+        needed = (asked.warm_up + asked.steps) * BATCH
+        if texts < needed:
+            raise SystemExit(
+                f"{asked.corpus}: {texts:,} distinct texts, and so many steps need {needed:,}; lower --steps"
+            )
+        length = Student.load(StudentConfig(str(asked.model))).max_length
+        tasks = [Task(one, asked.model, folder, length, asked.steps, asked.warm_up) for one in contenders(asked.only)]
+        rounds = []
+        for number, one in enumerate(in_rounds(tasks, asked.rounds), start=1):
+            rounds.append(one)
+            told = ", ".join(f"{name} {1e3 * of['seconds']:.0f} ms" for name, of in one.items())
+            print(f"round {number}: {told}", flush=True)
+        alone = list(peaks_alone(tasks, asked.rounds))
+    medians = summary(rounds)
+    peaks = {name: int(median(one[name] for one in alone)) for name in medians}
+    return {
+        "model": asked.model.name,
+        "texts": texts,
+        "batch": BATCH,
+        "width": WIDTH,
+        "threads": torch.get_num_threads(),
+        "steps": asked.steps,
+        "rounds": rounds,
+        "peaks": alone,
+        "contenders": {name: of | {"peak_bytes": peaks[name]} for name, of in medians.items()},
+        "step": step_answers(rounds),
+        "memory": memory_answers(peaks, medians),
+    }
+
+
+def show(found: Figures) -> None:
+    print(
+        f"{found['model']}, {found['texts']:,} distinct texts, batches of {found['batch']}, targets "
+        f"{found['width']} wide, {found['threads']} threads, {len(found['rounds'])} rounds of {found['steps']} steps"
+    )
+    print(f"{'':18} {'ms a step':>10} {'processor ms':>13} {'peak MB':>9}")
+    for name, of in found["contenders"].items():
+        print(f"{name:18} {1e3 * of['seconds']:10.0f} {1e3 * of['processor']:13.0f} {of['peak_bytes'] / 1e6:9,.0f}")
+    for one in found["step"]:
+        print(
+            f"step, {one['what']}: {one['mine']} / {one['theirs']} {one['ratio']:.2f} ({one['least']:.2f} to "
+            f"{one['most']:.2f}), processor {one['processor']:.2f}{verdict(one)}"
+        )
+    for one in found["memory"]:
+        print(f"peak memory, {one['what']}: {one['mine']} / {one['theirs']} {one['ratio']:.2f}{verdict(one)}")
+
+
+def verdict(answer: Figures) -> str:
+    if answer["bar"] is None:
+        return ""
+    return f"; bar {answer['bar']:.2f}: {'met' if answer['met'] else 'missed'}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    asked = _arguments(arguments)
+    quiet()
+    found = measured(asked)
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=2))
+    show(found)
+
+
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="a sentence-transformers folder, mean-pooled")
+    parser.add_argument("--corpus", type=Path, required=True, help="a CSV file")
+    parser.add_argument("--text-key", default="text", help="its column")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed ones of a contender in a round")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before them")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--only", type=lambda names: tuple(names.split(",")), help=f"of {','.join(METHODS)}")
+    parser.add_argument("--quick", action="store_true", help=f"one round of {CYCLE} steps")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args(arguments)
+    if asked.quick:
+        asked.steps, asked.warm_up, asked.rounds = CYCLE, CYCLE, 1
+    if asked.steps < CYCLE or asked.steps % CYCLE or asked.warm_up < 0 or asked.rounds < 1:
+        parser.error(f"--steps goes in cycles of {CYCLE}, and there is at least one of them and one round")
+    unknown = sorted(set(asked.only or ()) - set(METHODS))
+    if unknown:
+        parser.error(f"--only {unknown[0]}: expected some of {', '.join(METHODS)}")
+    if torch.cuda.is_available():
+        parser.error("it compares steps on a processor; hide the GPU with CUDA_VISIBLE_DEVICES=")
+    if (pooling := student_shape(StudentConfig(str(asked.model))).pooling) != "mean":
+        parser.error(f"--model is pooled by {pooling}; the paper's loop here knows mean pooling")
+    return asked
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Those whose steps `benchmarks/step.py` compares: what each has to train, and how it does."""
+
+import csv
+import gc
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
+
+from benchmarks.encode import distinct
+from benchmarks.paper_loop import PaperLoop
+from distill.bench.memory import forget_peak, held, peak
+from distill.bench.settings import BenchSettings
+from distill.bench.turn import take_turn
+from distill.callbacks import cycle_means
+from distill.config import RunConfig, SharpnessConfig, StudentConfig
+from distill.student import student_shape
+from teacher_cache.corpus import Corpus
+from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.teachers.folder import ModelFolder
+from teacher_cache.transfer.importer import import_vectors
+
+BATCH, WIDTH, SEED = 32, 1024, 42
+# Steps whose mean is one figure: cheap sharpness repeats after so many.
+CYCLE = 2
+PROCESSOR = torch.device("cpu")
+NO_SHARPNESS = SharpnessConfig("none")
+OURS = {
+    "talas": NO_SHARPNESS,
+    "talas+asam": SharpnessConfig("asam"),
+    "talas+cheap": SharpnessConfig("norm-one-view", every=CYCLE),
+}
+PEER, PAPERS = "mse", {"paper": False, "paper+asam": True}
+METHODS = (*OURS, PEER, *PAPERS)
+
+
+@dataclass(frozen=True)
+class Contender:
+    method: str
+    precision: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.precision}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a contender has to train.
+
+    Attributes:
+        folder: as `prepare` fills it.
+        length: tokens, at which a run cuts texts of this student.
+    """
+
+    contender: Contender
+    model: Path
+    folder: Path
+    length: int
+    steps: int
+    warm_up: int
+    seed: int = SEED
+    batch: int = BATCH
+
+    def config(self) -> RunConfig:
+        """As a run of it; the others take from it what is theirs too."""
+        settings = BenchSettings(
+            batch_size=self.batch,
+            precision=self.contender.precision,
+            steps=self.steps,
+            warm_up=self.warm_up,
+            sets=(f"training.seed={self.seed}",),
+        )
+        return replace(
+            settings.run_config(),
+            cache=str(self.folder / "cache"),
+            student=StudentConfig(str(self.model)),
+            sharpness=OURS.get(self.contender.method, NO_SHARPNESS),
+        )
+
+    def numbers(self, texts: int) -> list[int]:
+        """Of the texts of all batches, in the order in which a run takes them."""
+        order = WindowedShuffle(texts, self.batch, window=self.config().window(tokens=False), seed=self.seed)
+        windows = range(order.windows)
+        found = np.concatenate([order.records_of(0, one)[order.permutation(0, one)] for one in windows])
+        return [int(number) for number in found[: (self.warm_up + self.steps) * self.batch]]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Seconds of the timed steps, on the clock and of the processor; bytes at the peak beyond what was held before."""
+
+    steps: tuple[tuple[float, float], ...]
+    peak: int
+
+    def figures(self) -> dict[str, float]:
+        """Of the middle cycle."""
+        names = ("seconds", "processor")
+        return {
+            name: median(cycle_means(values, CYCLE))
+            for name, values in zip(names, zip(*self.steps, strict=True), strict=True)
+        }
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """Times steps from the end of the one before."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self._at = self._used = 0.0
+
+    def start(self) -> None:
+        forget_peak(PROCESSOR)
+        self._begin()
+
+    def tick(self) -> None:
+        self.steps.append((time.perf_counter() - self._at, time.process_time() - self._used))
+        self._begin()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.tick()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begin()  # what a log takes is no part of a step
+
+    def _begin(self) -> None:
+        self._at, self._used = time.perf_counter(), time.process_time()
+
+
+def take(task: Task) -> Taken:
+    """Train anew, and let go of it."""
+    if task.contender.method in OURS:
+        turn = take_turn(task.config(), task.warm_up)
+        return Taken(tuple((step.whole, step.processor) for step in turn.steps), turn.peak)
+    gc.collect()
+    before, clock = held(PROCESSOR), Clock()
+    set_seed(task.seed)
+    (by_sentence_transformers if task.contender.method == PEER else by_the_paper)(task, clock)
+    return Taken(tuple(clock.steps[task.warm_up :]), max(0, peak(PROCESSOR) - before))
+
+
+def by_sentence_transformers(task: Task, clock: Clock) -> None:
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.base.sampler import DefaultBatchSampler
+    from sentence_transformers.sentence_transformer.losses import MSELoss
+    from sentence_transformers.sentence_transformer.modules import Dense
+
+    def in_order(dataset: Any, *, batch_size: int, drop_last: bool, **_: Any) -> Any:
+        return DefaultBatchSampler(range(len(dataset)), batch_size=batch_size, drop_last=drop_last)
+
+    training = task.config().training
+    student = SentenceTransformer(str(task.model), device="cpu")
+    dense = Dense(student_shape(StudentConfig(str(task.model))).dim, WIDTH, activation_function=None)
+    model = SentenceTransformer(modules=[student[0], student[1], dense], device="cpu")
+    model.max_seq_length = task.length
+    dataset = Dataset.load_from_disk(str(task.folder / "dataset"))
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = SentenceTransformerTrainingArguments(
+            output_dir=scratch,
+            max_steps=training.max_steps,
+            per_device_train_batch_size=task.batch,
+            batch_sampler=in_order,
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            lr_scheduler_type=training.lr_scheduler_type,
+            lr_scheduler_kwargs={"min_lr_rate": training.min_lr_rate},
+            warmup_steps=int(training.warmup_ratio * training.max_steps),
+            max_grad_norm=training.max_grad_norm,
+            optim=training.optim,
+            bf16=task.contender.precision == "bf16",
+            use_cpu=True,
+            seed=task.seed,
+            save_strategy="no",
+            logging_steps=training.logging_steps,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = SentenceTransformerTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=dataset.select(task.numbers(len(dataset))),
+            loss=MSELoss(model),
+            callbacks=[clock],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+def by_the_paper(task: Task, clock: Clock) -> None:
+    folder = ModelFolder(task.model).encoder
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    loop = PaperLoop(folder, WIDTH, task.warm_up + task.steps, ascends=PAPERS[task.contender.method])
+    texts = distinct(task.folder / "texts.csv", "text")
+    vectors = torch.from_numpy(np.load(task.folder / "vectors.npy"))
+    numbers = task.numbers(len(texts))
+    clock.start()
+    for start in range(0, len(numbers), task.batch):
+        batch = numbers[start : start + task.batch]
+        tokens = tokenizer(
+            [texts[number] for number in batch],
+            padding=True,
+            truncation=True,
+            max_length=task.length,
+            return_tensors="pt",
+        )
+        loop.step(tokens["input_ids"], tokens["attention_mask"], vectors[batch])
+        clock.tick()
+
+
+def prepare(corpus: Path, column: str, folder: Path) -> int:
+    """The same texts and targets for all: as a cache, as a data set, as plain files. Returns how many."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    texts = distinct(corpus, column)
+    with (folder / "texts.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["text"], *([text] for text in texts)])
+    vectors = np.random.default_rng(SEED).normal(size=(len(texts), WIDTH)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.save(folder / "vectors.npy", vectors)
+    given = Corpus.open(folder / "texts.csv", text_key="text")
+    import_vectors(folder / "vectors.npy", folder / "cache", corpus=given, teacher="random")
+    datasets.Dataset.from_dict({"sentence": texts, "label": vectors}).save_to_disk(str(folder / "dataset"))
+    return len(texts)
