@@ -105,6 +105,8 @@ def ray_session() -> Iterator[Any]:
         # Ray reads this when it is imported, and only then takes 127.0.0.1 as its node's address, without which
         # its servers listen on every interface.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # What Ray does from 2.60 on when nothing is said, but then with a warning on the terminal.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ImportError:
