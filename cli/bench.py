@@ -57,7 +57,7 @@ def read_lengths(ctx: click.Context, option: click.Parameter, value: str | None)
     help="Tokens of every text, specials included, or the corpus's own.  [default: corpus with --cache, else 64]",
 )
 @click.option("--batch-size", type=int, default=32, show_default=True)
-@click.option("--precision", default="auto", show_default=True, help="auto, bf16, fp16 or fp32.")
+@click.option("--precision", type=click.Choice(["auto", "fp16", "bf16", "fp32"]), default="auto", show_default=True)
 @click.option("--memory", type=click.Choice(["default", "low"]), default="default", show_default=True)
 @click.option(
     "--memory-cap",

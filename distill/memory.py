@@ -30,10 +30,10 @@ def save_memory(student: Student, training: TrainingConfig) -> None:
                 "training.freeze_embeddings=false"
             )
         student.word_embeddings.requires_grad_(False)
-    if torch.cuda.is_available() and segments_grow(training) and _EXPANDABLE not in _told():
-        # Other options that are not named again would be reset.
-        said = [torch._C._accelerator_getAllocatorSettings(), f"{_EXPANDABLE}:True"]
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, said)))
+    if torch.cuda.is_available() and training.memory == "low" and segments_grow(training):
+        said = torch._C._accelerator_getAllocatorSettings()
+        if _EXPANDABLE not in said:  # what was said before would be reset if it were not said again
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [said, f"{_EXPANDABLE}:True"])))
 
 
 def segments_grow(training: TrainingConfig) -> bool:
@@ -44,8 +44,9 @@ def segments_grow(training: TrainingConfig) -> bool:
     said = re.search(rf"{_EXPANDABLE}\s*:\s*(\w+)", _told())
     if said is not None:
         return said[1].lower() == "true"
-    # Another allocator than torch's own has no segments.
-    return training.memory == "low" and "backend" not in _told()
+    # Another allocator than torch's own has no segments, and an older torch cannot be told.
+    settable = "backend" not in _told() and hasattr(torch._C, "_accelerator_setAllocatorSettings")
+    return training.memory == "low" and settable
 
 
 def _told() -> str:

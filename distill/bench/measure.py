@@ -163,8 +163,8 @@ def _measure(row: Row, turn: int | None, config: RunConfig, settings: BenchSetti
         else:
             row.turns.append(take_turn(config, settings.warm_up))
     except BrokenProcessPool:  # a RuntimeError too
-        row.failed = f"{OUT_OF_MEMORY}: its process was killed"
-    except (KnownError, RuntimeError) as error:
+        row.failed = "its process was killed: out of memory?"
+    except (KnownError, RuntimeError, MemoryError) as error:
         row.failed = _out_of_memory(error, settings) or _line(error)
 
 
@@ -187,7 +187,7 @@ def _out_of_memory(error: BaseException, settings: BenchSettings) -> str:
     """What to say where memory was the reason, in whatever it was wrapped; "" where it was not."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, torch.OutOfMemoryError):
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
             cap = settings.memory_cap
             return OUT_OF_MEMORY + ("" if cap is None else f" at {cap / 1e9:.1f} GB")
         cause = cause.__cause__ or cause.__context__

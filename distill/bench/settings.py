@@ -175,14 +175,18 @@ class BenchSettings:
             raise ConfigError("--lengths corpus needs --cache, whose texts they are; without one name lengths: 32,64")
         if self.random_weights and self.teacher:
             raise ConfigError("--teacher and --random-weights are two teachers; keep one")
-        self.run_config()
+        self.run_config().check()
         for length in self.lengths:
             if length != CORPUS and not (isinstance(length, int) and length >= 4):
                 raise ConfigError(f"--lengths {length!r}: expected numbers of tokens from 4 on, or {CORPUS}")
-        seen = [method.name for method in self.rows()]
-        for name in seen:
-            if seen.count(name) > 1:
-                raise ConfigError(f"--methods names {name} twice")
+        named: dict[str, list[Any]] = {
+            "--methods": [method.name for method in self.rows()],
+            "--lengths": list(self.lengths),
+        }
+        for flag, seen in named.items():
+            twice = next((name for name in seen if seen.count(name) > 1), None)
+            if twice is not None:
+                raise ConfigError(f"{flag} names {twice} twice")
 
     def rows(self) -> list[Method]:
         """The methods, parsed.

@@ -128,6 +128,6 @@ def parse_bytes(text: str) -> int:
         size = float(number) * units[unit]
     except (ValueError, KeyError):
         size = 0
-    if not 0 < size < float("inf"):
+    if not 1 <= size < float("inf"):
         raise ConfigError(f"device memory: expected a size such as 15GB or 14.5GiB, found {text!r}")
     return int(size)

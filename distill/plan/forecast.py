@@ -9,6 +9,7 @@ from typing import Any
 from distill.arguments import settled_precision
 from distill.config import RunConfig
 from distill.errors import ConfigError, NeedsNotMet
+from distill.memory import segments_grow
 from distill.objectives import load_objective
 from distill.objectives.base import TeacherShape
 from distill.plan.devices import CPU, GPUS, Device, this_processor
@@ -196,6 +197,8 @@ def _question(
     config: RunConfig, length: int | None, teacher_dim: int | None, teacher: str | None, attention: str
 ) -> tuple[_Question, int | None]:
     """What is to be followed, and how many records an epoch has."""
+    if not config.cache and (config.space is not None or config.corpus is not None):
+        raise ConfigError("--space and --corpus are parts of a cache: give --cache DIR too, or leave them out")
     student = student_model(config.student)
     batch = config.training.per_device_train_batch_size
     if length is not None:
@@ -300,6 +303,10 @@ def _steps(config: RunConfig, records: int | None) -> int | None:
 def _suggestions(question: _Question, precision: str, peak: int, memory: int) -> Iterator[Suggestion]:
     """What helps, alone and the two that cost least together, each followed like the settings themselves."""
     for change, changed, settings in _changes(question):
+        try:
+            changed.config.check()
+        except ConfigError:  # what is asked for does not go with it
+            continue
         found = changed.follow("cuda", precision, changed.lengths.largest).peak
         if found < peak * (1 - WORTHWHILE):
             yield Suggestion(change, settings, found, found <= memory)
@@ -362,8 +369,13 @@ def _assumptions(question: _Question) -> Iterator[str]:
         yield "GPUs compute attention with torch's memory-efficient kernel, which keeps no attention maps"
     else:
         yield "GPUs compute attention step by step, and keep its maps (eager)"
+    if segments_grow(question.config.training):
+        yield "a GPU's memory is taken in segments that grow (expandable_segments:True)"
+    yield "an epoch has every record: held-out ones, and a last batch that is dropped, are not taken off"
     yield "the driver's own memory on a GPU, and Python's on a processor, come on top"
     if question.online is not None:
         yield "the teacher has as many tokens as the student, and runs in the precision of training"
     if not question.lengths.quantiles:
         yield "all texts are equally long"
+    if question.lengths.sampled:
+        yield f"lengths are those of {question.lengths.texts:,} texts of the corpus; the others may hold longer ones"

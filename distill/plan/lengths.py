@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from teacher_cache.cache import TeacherCache
     from teacher_cache.storage.manifest import Manifest
 
-SAMPLED_TEXTS = 2000
+SAMPLED_TEXTS = 2**16
 DRAWN_BATCHES = 1000
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
@@ -27,12 +27,14 @@ class Lengths:
         largest: of one that takes the most memory that a run will see.
         quantiles: of the corpus, by share; empty where all texts are alike.
         texts: that were looked at.
+        sampled: whether the corpus has more, and so may have longer ones.
     """
 
     typical: tuple[int, ...]
     largest: tuple[int, ...]
     quantiles: dict[str, int]
     texts: int = 0
+    sampled: bool = False
 
     @classmethod
     def alike(cls, batch: int, length: int) -> "Lengths":
@@ -64,7 +66,8 @@ def corpus_lengths(
     )
     rows = manifest.distinct_rows(cache.rows)
     draw = np.random.default_rng(seed)
-    if len(rows) > SAMPLED_TEXTS:
+    sampled = len(rows) > SAMPLED_TEXTS
+    if sampled:
         rows = np.sort(draw.choice(rows, SAMPLED_TEXTS, replace=False))
     texts = [prompt + text for text in cache.texts(rows)]
     found = tokenizer(texts, truncation=True, max_length=student.max_length, return_length=True)["length"]
@@ -75,6 +78,7 @@ def corpus_lengths(
         tuple(_largest(tokens, batch, by_length, draw).tolist()),
         {f"{share:g}": int(np.quantile(tokens, share, method="nearest")) for share in QUANTILES},
         len(tokens),
+        sampled,
     )
 
 

@@ -1,5 +1,6 @@
 """One training step on fake tensors: this package's own forward, losses, sharpness and optimiser, no numbers."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from distill.arguments import training_arguments
 from distill.config import RunConfig
-from distill.memory import save_memory
+from distill.memory import save_memory, segments_grow
 from distill.method import build_objective, build_sharpness
 from distill.objectives.base import Objective, TeacherShape
 from distill.plan.allocator import CachingAllocator
@@ -27,6 +28,8 @@ BLOCK = {"cuda": 512, "cpu": 64}
 # cuBLAS takes it at its first product and keeps it: torch's default for all but Hopper, which has 32 MiB.
 WORKSPACE = {"cuda": 8_519_680, "cpu": 0}
 KINDS = ("weights", "heads", "gradients", "optimiser", "perturbation", "activations", "batch", "teacher", "workspace")
+# Its names in Trainer.
+EIGHT_BIT_ADAM = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 # Where bitsandbytes' 8-bit states begin, and how many numbers have a scale in common.
 EIGHT_BIT_FROM, EIGHT_BIT_BLOCK = 4096, 256
 # Two micro-batches hold what any number of them holds.
@@ -82,12 +85,12 @@ def trace(
     Raises:
         KnownError: an objective or a sharpness that cannot be built of these settings.
     """
-    allocator = CachingAllocator() if device == "cuda" else None
+    allocator = CachingAllocator(segments_grow(config.training)) if device == "cuda" else None
     tracker = Tracker(BLOCK[device], allocator)
     # fp16 would be refused on a machine without a GPU; here the precision is autocast's business alone.
     training = replace(config.training, precision="fp32", optim=_torch_optimiser(config.training.optim))
     settled = replace(config, training=training, output_dir=config.output_dir or ".")
-    with tracker.fake, tracker, kernels(device):
+    with _no_collection(), tracker.fake, tracker, kernels(device):
         model = _distillation(settled, student, teacher)
         sharpness = build_sharpness(settled, model)
         tracker.declare([*model.student.parameters(), *model.student.buffers()], "weights")
@@ -114,6 +117,7 @@ def trace(
             trainer.update()
 
         step(0)  # the optimiser's states are made at its end
+        gc.collect()
         tracker.forget()
         step(every)
         steps = [(1 / every, _whole(tracker.operations, micro, settled))]
@@ -133,6 +137,19 @@ def trace(
         )
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nothing that holds itself is freed inside: when Python does so depends on all that it did before."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _distillation(config: RunConfig, student: Model, teacher: TeacherShape) -> Distillation:
     built = student.student()
     targets: Any = SimpleNamespace(shape=teacher, space=None)
@@ -141,7 +158,7 @@ def _distillation(config: RunConfig, student: Model, teacher: TeacherShape) -> D
 
 def _torch_optimiser(name: str) -> str:
     """bitsandbytes' kernels know no fake tensors; `EightBitAdam` stands in for its 8-bit ones."""
-    return "adamw_torch_fused" if "bnb_8bit" in name or name == "adamw_8bit" else name
+    return "adamw_torch_fused" if name in EIGHT_BIT_ADAM else name
 
 
 def _whole(operations: Sequence[Operation], micro: int, config: RunConfig) -> tuple[Operation, ...]:

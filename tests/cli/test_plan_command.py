@@ -54,6 +54,8 @@ def test_a_cache_gives_the_width_the_lengths_and_the_steps(toy_cache: Path, tiny
         (["--objective", "dskd"], "--teacher MODEL"),
         (["--device-memory", "much"], "expected a size"),
         (["--student", "shape:bert"], "did you mean"),
+        (["--corpus", "c"], "give --cache DIR too"),
+        (["--device-memory", "0.5"], "expected a size"),
     ],
 )
 def test_what_cannot_be_foretold_is_one_line(more: list[str], said: str) -> None:

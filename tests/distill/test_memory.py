@@ -5,12 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from distill.config import RunConfig
+from distill.config import RunConfig, TrainingConfig
 from distill.errors import ConfigError
+from distill.memory import ALLOCATOR_VARIABLES, save_memory, segments_grow
+from distill.run import run
 from teacher_cache.errors import MissingDependency
-from tests.distill.tiny_runs import Parts, parts, tiny_config
+from tests.distill.tiny_runs import Parts, Stopped, parts, stop_at, tiny_config
+from tests.teacher_cache import tiny_teachers
+
+EIGHT_BIT = "training.optim=adamw_bnb_8bit"
 
 
 @pytest.fixture
@@ -19,6 +25,14 @@ def settings(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> Any:
         return tiny_config(toy_cache, tiny_student, tmp_path / name, "training.max_steps=3", *overrides)
 
     return made
+
+
+@pytest.fixture(scope="module")
+def wide_student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT whose matrices are large enough for 8-bit states, which begin at 4,096 numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_teachers, "WIDTH", 64)
+        return tiny_teachers.write_bert(tmp_path_factory.mktemp("models") / "wide-bert")
 
 
 def trained(config: RunConfig) -> dict[str, Tensor]:
@@ -61,6 +75,43 @@ def test_without_dropout_low_memory_trains_to_the_default_weights(
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6, msg=key)
 
 
+def test_what_is_computed_again_is_computed_in_the_precision_of_the_first_time(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.student.PORTION", 64)
+    low = ("training.memory=low", "training.precision=bf16", "training.gradient_accumulation_steps=2")
+    found = trained(settings("low", *low))
+    monkeypatch.setattr("distill.student.checkpoint", lambda compute, *inputs, use_reentrant: compute(*inputs))
+    expected = trained(settings("kept", *low, "training.arguments.activation_checkpointing=false"))
+    for key, tensor in expected.items():  # a float32 pass would differ by bf16's rounding, 2^-8 of a step of 1e-3
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("training.memory=low",),
+        (EIGHT_BIT,),
+        ("training.memory=low", EIGHT_BIT, "training.freeze_embeddings=true"),
+    ],
+    ids=["low", "8-bit", "all of them"],
+)
+def test_a_resumed_training_ends_with_the_same_bits(
+    settings: Any, wide_student: Path, overrides: tuple[str, ...]
+) -> None:
+    if EIGHT_BIT in overrides:
+        pytest.importorskip("bitsandbytes")
+    steps = (f"student.model={wide_student}", "training.max_steps=8", "training.save_steps=3", "sharpness.name=asam")
+    expected = trained(settings("whole", *steps, *overrides))
+    config = settings("cut", *steps, *overrides)
+    with pytest.raises(Stopped):
+        parts(config).trainer(report=stop_at(5)).train()
+    made = parts(config)
+    made.trainer().train(resume_from_checkpoint=str(Path(config.output_dir) / "checkpoint-3"))
+    found = made.student.state_dict()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
 def kept_bytes(made: Parts) -> int:
     """Of the tensors that the forward pass of the first batch keeps for its backward pass."""
     trainer = made.trainer()
@@ -86,6 +137,15 @@ def test_low_memory_keeps_less(settings: Any) -> None:
     assert kept_bytes(low) < kept_bytes(default) / 2
 
 
+def test_of_portions_less_is_kept_than_of_blocks_and_of_a_small_batch_as_much(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = kept_bytes(parts(settings("blocks", "training.arguments.activation_checkpointing=true")))
+    assert kept_bytes(parts(settings("small", "training.memory=low"))) == blocks
+    monkeypatch.setattr("distill.student.PORTION", 64)
+    assert kept_bytes(parts(settings("low", "training.memory=low"))) < blocks
+
+
 def test_frozen_word_embeddings_stay_as_they_are(settings: Any) -> None:
     made = parts(settings("frozen", "training.freeze_embeddings=true", "sharpness.name=asam"))
     table: Any = made.student.word_embeddings
@@ -99,9 +159,59 @@ def test_frozen_word_embeddings_stay_as_they_are(settings: Any) -> None:
     assert table.weight not in trainer.optimizer.state
 
 
+def test_frozen_word_embeddings_are_exported_as_they_were_loaded(settings: Any, tiny_student: Path) -> None:
+    result = run(settings("frozen", "training.freeze_embeddings=true"))
+    before, after = load_file(tiny_student / "model.safetensors"), load_file(Path(result.final) / "model.safetensors")
+    table, matrix = "embeddings.word_embeddings.weight", "encoder.layer.0.output.dense.weight"
+    assert torch.equal(after[table], before[table])
+    assert not torch.equal(after[matrix], before[matrix])
+
+
 def test_an_unknown_memory_is_refused(settings: Any) -> None:
     with pytest.raises(ConfigError, match=r"training\.memory is 'tiny'; expected default or low"):
         settings("tiny", "training.memory=tiny")
+
+
+def test_8_bit_states_are_those_of_matrices_and_embedding_tables_keep_exact_ones(
+    settings: Any, wide_student: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    made = parts(settings("small", f"student.model={wide_student}", EIGHT_BIT, "training.max_steps=1"))
+    trainer = made.trainer()
+    trainer.train()
+    kinds = {
+        name: {trainer.optimizer.state[parameter][f"state{moment}"].dtype for moment in (1, 2)}
+        for name, parameter in made.student.encoder.named_parameters()
+        if parameter.numel() >= 4096 and not name.startswith("pooler")
+    }
+    assert kinds.pop("embeddings.position_embeddings.weight") == {torch.float32}
+    assert len(kinds) >= 8
+    assert all(kind == {torch.uint8} for kind in kinds.values())
+
+
+def test_8_bit_states_have_no_momentum_to_follow(settings: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"msam reads the optimiser's momentum.*use training\.optim=adamw_torch_fused"
+    ):
+        settings("msam", EIGHT_BIT, "sharpness.name=msam")
+
+
+@pytest.mark.parametrize(
+    ("optim", "message"),
+    [("adamw_torch_fast", "training arguments were refused: "), ("galore_adamw", "training.optim=galore_adamw cannot")],
+)
+def test_an_optimiser_that_cannot_be_had_is_refused_in_one_line(settings: Any, optim: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
+        parts(settings("other", f"training.optim={optim}")).trainer().train()
+    assert "\n" not in str(refusal.value)
+
+
+def test_blocks_that_cannot_be_computed_again_are_refused(settings: Any) -> None:
+    made = parts(settings("old", "training.memory=low"))
+    encoder: Any = made.student.encoder
+    encoder.supports_gradient_checkpointing = False
+    with pytest.raises(ConfigError, match=r"cannot compute its blocks again .*activation_checkpointing=false"):
+        made.trainer().train()
 
 
 def test_8_bit_states_without_their_library_name_the_extra(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +219,40 @@ def test_8_bit_states_without_their_library_name_the_extra(settings: Any, monkey
     made = parts(settings("small", "training.optim=adamw_bnb_8bit"))
     with pytest.raises(MissingDependency, match=r"teacher-cache\[low-memory\]"):
         made.trainer()
+
+
+@pytest.mark.parametrize(
+    ("memory", "told", "grow"),
+    [
+        ("low", "", True),
+        ("default", "", False),
+        ("low", "expandable_segments:False", False),
+        ("default", "max_split_size_mb:64,expandable_segments:True", True),
+        ("low", "max_split_size_mb:64", True),
+        ("low", "backend:cudaMallocAsync", False),
+    ],
+)
+@pytest.mark.parametrize("variable", ALLOCATOR_VARIABLES)
+def test_segments_grow_where_memory_is_low_unless_the_environment_says_otherwise(
+    memory: str, told: str, grow: bool, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, told)
+    assert segments_grow(TrainingConfig(memory=memory)) == grow
+
+
+def test_torch_is_told_to_let_segments_grow_and_keeps_what_it_was_told_before(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = parts(settings("low"))
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch._C._accelerator_getAllocatorSettings", lambda: "max_split_size_mb:64")
+    told: list[str] = []
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", told.append)
+    save_memory(made.student, TrainingConfig())
+    assert told == []
+    save_memory(made.student, TrainingConfig(memory="low"))
+    assert told == ["max_split_size_mb:64,expandable_segments:True"]
