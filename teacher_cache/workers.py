@@ -7,6 +7,7 @@ many GPUs there are.
 import logging
 import math
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator
@@ -105,8 +106,9 @@ def ray_session() -> Iterator[Any]:
         # Ray reads this when it is imported, and only then takes 127.0.0.1 as its node's address, without which
         # its servers listen on every interface.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        # What Ray does from 2.60 on when nothing is said, but then with a warning on the terminal.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        if "ray" not in sys.modules:  # later it would hold for Ray's servers, and not for this process
+            # What Ray does from 2.60 on when nothing is said, but then with a warning on the terminal.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ImportError:
