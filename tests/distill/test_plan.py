@@ -301,9 +301,14 @@ def test_the_published_memory_is_foretold_within_a_twentieth(sharpness: str, gig
 
 @pytest.mark.slow
 def test_low_memory_with_sharpness_takes_half_of_it_and_with_8_bit_states_a_third() -> None:
-    assert published("training.memory=low", "sharpness.name=norm-only", attention=None).peak <= 2.1e9
+    exact = published("training.memory=low", "sharpness.name=norm-only", attention=None)
+    assert exact.allocated <= 1.9e9
     eight = "training.memory=low", "sharpness.name=norm-one-view", "training.optim=adamw_bnb_8bit"
-    assert published(*eight, attention=None).peak <= 1.5e9
+    small = published(*eight, attention=None)
+    assert small.allocated <= 1.35e9
+    # When Python frees what holds itself shifts the allocator's pages of 20 MiB, some up or down.
+    assert exact.peak <= 2.1e9 + 4 * 20 * MIB
+    assert small.peak <= 1.5e9 + 4 * 20 * MIB
 
 
 def test_with_low_memory_activations_hardly_grow_with_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
