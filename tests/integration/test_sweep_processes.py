@@ -23,7 +23,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 60
-COMMAND = [sys.executable, "-c", "from cli.distill import main; main()", "sweep"]
+# Listening to Ctrl-C, which a process does not whose parent was started in a shell's background.
+LISTENS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+COMMAND = [sys.executable, "-c", f"{LISTENS}; from cli.distill import main; main()", "sweep"]
 
 
 def environment() -> dict[str, str]:
