@@ -30,7 +30,7 @@ def save_memory(student: Student, training: TrainingConfig) -> None:
                 "training.freeze_embeddings=false"
             )
         student.word_embeddings.requires_grad_(False)
-    if torch.cuda.is_available() and training.memory == "low" and segments_grow(training):
+    if torch.cuda.is_available() and _EXPANDABLE not in _told() and segments_grow(training):
         said = torch._C._accelerator_getAllocatorSettings()
         if _EXPANDABLE not in said:  # what was said before would be reset if it were not said again
             torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [said, f"{_EXPANDABLE}:True"])))

@@ -77,8 +77,7 @@ class Student(nn.Module):
         self._with_positions = needs_position_ids(encoder, str(tokenizer.padding_side))
         # RoBERTa-like models find their positions from the ids where padding comes first.
         positions_known = self._with_positions or tokenizer.padding_side == "right"
-        takes = "inputs_embeds" in signature(encoder.forward).parameters and self.word_embeddings is not None
-        self._takes_embeddings = positions_known and takes
+        self._takes_embeddings = positions_known and "inputs_embeds" in signature(encoder.forward).parameters
 
     @classmethod
     def load(cls, config: StudentConfig) -> Self:
@@ -166,9 +165,8 @@ class Student(nn.Module):
 
     def _looked_up(self, input_ids: Tensor) -> tuple[str, Tensor]:
         """The word embeddings of a batch, once: every look-up has a gradient of the whole table."""
-        if not self._takes_embeddings or self.word_embeddings is None:
-            return "input_ids", input_ids
-        return "inputs_embeds", self.word_embeddings(input_ids)
+        table = self.word_embeddings if self._takes_embeddings else None
+        return ("input_ids", input_ids) if table is None else ("inputs_embeds", table(input_ids))
 
     def _packs(self, attention_mask: Tensor) -> bool:
         """Whether a batch has padding to leave out, an encoder that can, and no text without a token."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from teacher_cache.teachers.linear import ONEDNN_LINEAR
+from teacher_cache.teachers.linear import ONEDNN_LINEAR, multiply_by_onednn
 
 # It takes an activation behind the layer too; None where oneDNN, or the processor, has no bfloat16.
 _ONEDNN: Any = ONEDNN_LINEAR if ONEDNN_LINEAR is not None and torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
@@ -41,6 +41,14 @@ class _Bfloat16LinearGelu(nn.Linear):
 def rounds_linear_layers(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a model in `dtype` on `device` is one that `multiply_in_bfloat16` makes."""
     return dtype == torch.bfloat16 and device.type == "cpu"
+
+
+def settle_linear_layers(network: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """How the linear layers of a transformers model multiply that is asked in `dtype` on `device`."""
+    if rounds_linear_layers(dtype, device):
+        multiply_in_bfloat16(network)
+    else:
+        multiply_by_onednn(network)
 
 
 def multiply_in_bfloat16(network: nn.Module) -> None:

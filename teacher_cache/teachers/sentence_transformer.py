@@ -161,8 +161,7 @@ def _loader(spec: TeacherSpec, files: ModelFolder, device: "torch.device") -> Ca
         from sentence_transformers import SentenceTransformer
 
         from teacher_cache.teachers.batching import LoadedModel
-        from teacher_cache.teachers.bfloat16 import multiply_in_bfloat16, rounds_linear_layers
-        from teacher_cache.teachers.linear import multiply_by_onednn
+        from teacher_cache.teachers.bfloat16 import rounds_linear_layers, settle_linear_layers
         from teacher_cache.teachers.loading import loading, require_all_weights
 
         rounds = rounds_linear_layers(dtype, device)
@@ -190,10 +189,7 @@ def _loader(spec: TeacherSpec, files: ModelFolder, device: "torch.device") -> Ca
                 output_loading_info=True,
             )
             require_all_weights(files.encoder, info)
-            if rounds:
-                multiply_in_bfloat16(network)
-            else:
-                multiply_by_onednn(network)
+            settle_linear_layers(network, dtype, device)
             return LoadedModel(_forward(model.eval(), spec), model.tokenizer, network)
 
     return load

@@ -155,15 +155,11 @@ def encoder_arguments(config: Any, options: TeacherOptions) -> dict[str, Any]:
 
 def ready_encoder(model: Any, dtype: "torch.dtype", device: "torch.device") -> Any:
     """A transformers model ready to be asked in `dtype` on `device`."""
-    from teacher_cache.teachers.bfloat16 import multiply_in_bfloat16, rounds_linear_layers
-    from teacher_cache.teachers.linear import multiply_by_onednn
+    from teacher_cache.teachers.bfloat16 import settle_linear_layers
 
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
-    if rounds_linear_layers(dtype, device):
-        multiply_in_bfloat16(model)
-    else:
-        multiply_by_onednn(model)
+    settle_linear_layers(model, dtype, device)
     return model.to(device).eval()
 
 
