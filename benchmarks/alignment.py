@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from teacher_cache.align import STUDENT_LENGTH
 from teacher_cache.alignment import METHODS, Alignment, align
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.teachers.pieces import ignores_case, text_pieces
 from teacher_cache.tokens import OTHER, ROLE, TEXT
 

@@ -45,7 +45,7 @@ from benchmarks.damage import SHARD_ROWS, TOY, Vectors, contents, damage_caches,
 from teacher_cache import build as build_module
 from teacher_cache.build import build
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound
 from teacher_cache.storage import texts as texts_module
 from teacher_cache.storage.codec import FORMATS

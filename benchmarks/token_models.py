@@ -11,7 +11,7 @@ from tokenizers.models import WordPiece
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertModel, set_seed
 
 from distill.bench.made_up import write_tokenizer
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.folder import ModelFolder
 

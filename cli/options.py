@@ -9,7 +9,7 @@ import click
 from cli.common import asking_options
 
 if TYPE_CHECKING:
-    from teacher_cache.corpus import Corpus
+    from teacher_cache.corpus.corpus import Corpus
     from teacher_cache.teachers.base import TeacherOptions
     from teacher_cache.tokens import TokenRequest
 
@@ -117,7 +117,7 @@ def teacher_of(given: dict[str, Any]) -> "TeacherOptions":
 
 
 def corpus_of(paths: tuple[str, ...], text_key: str, domain_key: str | None = None) -> "Corpus":
-    from teacher_cache.corpus import Corpus
+    from teacher_cache.corpus.corpus import Corpus
 
     return Corpus.open(paths, text_key, domain_key)
 

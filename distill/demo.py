@@ -17,7 +17,7 @@ from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig
 from distill.run import run
 from distill.student import Student
 from teacher_cache.build import build
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import MissingDependency
 from teacher_cache.teachers.base import TeacherOptions
 from teacher_cache.teachers.loading import loading

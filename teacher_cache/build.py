@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.cache import TeacherCache, checked_name
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError
 from teacher_cache.pending import OpenShard, OpenTokens, batches, missing_by_shard, new_vectors
 from teacher_cache.storage.codec import number_format

@@ -14,7 +14,7 @@ import numpy as np
 
 from teacher_cache.build import build
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import KnownError
 from teacher_cache.teachers import load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.cache import CORPUS_JSON, SPACE_JSON, TeacherCache
-from teacher_cache.corpus import Fingerprint
+from teacher_cache.corpus.corpus import Fingerprint
 from teacher_cache.errors import CorpusNotFound, DamagedCache, FormatVersionError
 from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.codec import FORMATS

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound, DamagedCache, KnownError
 from teacher_cache.inspection import Damage, Inspection, wrong_domains
 from teacher_cache.metadata import restore_metadata

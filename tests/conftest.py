@@ -70,7 +70,7 @@ def toy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     100 records of two columns.
     """
     from teacher_cache.build import build
-    from teacher_cache.corpus import Corpus
+    from teacher_cache.corpus.corpus import Corpus
     from teacher_cache.teachers.base import TeacherOptions
 
     folder = tmp_path_factory.mktemp("toy")

@@ -19,8 +19,8 @@ LAYERS = {
     "teacher_cache.space": 0,
     "teacher_cache.tokens": 0,
     "teacher_cache": 0,  # the package itself: a version
-    "teacher_cache.formats": 1,
-    "teacher_cache.corpus": 1,
+    "teacher_cache.corpus.formats": 1,
+    "teacher_cache.corpus.corpus": 1,
     "teacher_cache.storage": 1,
     "teacher_cache.teachers": 1,
     "teacher_cache.shuffle": 1,

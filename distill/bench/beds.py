@@ -22,7 +22,7 @@ from distill.student import student_shape
 from distill.targets import attention_layers, teacher_shape
 from teacher_cache.build import build
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.teachers import TeacherOptions, resolve, token_shape
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.settings import asked_as

@@ -15,7 +15,7 @@ from distill.errors import EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT
 from teacher_cache.build import build
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CacheNotFound, MissingRows
 from teacher_cache.intake import excerpt
 from teacher_cache.reclaim import forget_corpus

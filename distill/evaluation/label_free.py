@@ -14,7 +14,7 @@ import numpy.typing as npt
 from distill.errors import EvaluationError
 from distill.evaluation.agreement import agreement
 from distill.evaluation.base import TEACHER, TEXT, Example, Input, Task, Vectors, cosine
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 
 # Agreement takes about 80 n^2 bytes of memory and its pairs grow as n^2: a sample, not the corpus, is looked at.
 SAMPLE = 2000

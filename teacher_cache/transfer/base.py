@@ -9,7 +9,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError, SpaceMismatch
 from teacher_cache.intake import mapped
 from teacher_cache.space import EmbeddingSpace

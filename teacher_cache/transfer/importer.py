@@ -15,7 +15,7 @@ import numpy.typing as npt
 from teacher_cache import intake
 from teacher_cache.build import READ_RECORDS, Progress, ingest
 from teacher_cache.cache import TeacherCache, checked_name
-from teacher_cache.corpus import Corpus, corpus_name
+from teacher_cache.corpus.corpus import Corpus, corpus_name
 from teacher_cache.errors import CacheError, CorpusError, SpaceMismatch
 from teacher_cache.intake import RowList, difference, disagreeing, excerpt, fill, grouped, mapped, unnamed_file
 from teacher_cache.storage.codec import number_format

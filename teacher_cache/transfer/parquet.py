@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError
 from teacher_cache.transfer.arrow import READ_ROWS, batch, matrices, schema
 from teacher_cache.transfer.base import Asked, Block, Given, Origin, spooled

@@ -94,7 +94,7 @@ def test_a_corpus_with_missing_rows_is_refused(short_run: list[str], toy_cache: 
     import shutil
 
     from teacher_cache.build import build
-    from teacher_cache.corpus import Corpus
+    from teacher_cache.corpus.corpus import Corpus
     from teacher_cache.teachers.base import TeacherOptions
 
     copy = tmp_path / "cache"

@@ -17,7 +17,7 @@ from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, RunFolderError
 from teacher_cache.build import build, ingest
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.stream import Batch

@@ -25,7 +25,7 @@ from distill.student import Student, student_shape
 from distill.targets import Targets
 from teacher_cache.build import build
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusNotFound, DiskFull, KnownError, SpaceNotFound
 from teacher_cache.teachers.base import TeacherOptions
 from tests.conftest import varied_texts

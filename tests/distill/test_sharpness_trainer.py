@@ -20,7 +20,7 @@ from distill.errors import ConfigError
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.trainer import DistillTrainer
 from teacher_cache.build import build
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.teachers.base import TeacherOptions
 from tests.conftest import varied_texts

@@ -17,7 +17,7 @@ from distill.objectives.base import StudentShape, TeacherShape
 from distill.run import run
 from distill.trainer import Distillation
 from teacher_cache.build import build
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import SpaceMismatch
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.tokens import TokenRequest

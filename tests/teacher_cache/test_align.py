@@ -12,7 +12,7 @@ from teacher_cache.align import AlignmentSettings, align_corpus, kept_alignments
 from teacher_cache.alignment import Alignment, align
 from teacher_cache.build import build
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import DamagedCache, MissingRows, TeacherError
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers import TeacherOptions, resolve

@@ -20,7 +20,7 @@ from teacher_cache import build as build_module
 from teacher_cache import workers as workers_module
 from teacher_cache.build import BuildReport, Progress, build
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CorpusError, DiskFull, TeacherError
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
@@ -416,7 +416,7 @@ KILLED = """
 import sys
 from teacher_cache import build as build_module
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from tests.teacher_cache.toy_variants import Logged
 
 build_module.BATCH_ROWS = 16

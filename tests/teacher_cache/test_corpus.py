@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from teacher_cache.cache import checked_name
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError, MissingDependency
 
 pyarrow = pytest.importorskip("pyarrow")

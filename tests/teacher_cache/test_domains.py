@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teacher_cache import corpus as corpus_module
 from teacher_cache.build import BuildReport, build
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus import corpus as corpus_module
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CorpusError, DamagedCache
 from teacher_cache.info import describe
 from teacher_cache.merge import merge

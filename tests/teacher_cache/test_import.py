@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from teacher_cache import intake
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import (
     CacheError,
     CorpusError,
@@ -541,7 +541,8 @@ def test_an_import_that_is_cut_off_goes_on(
 KILLED = """
 import sys
 import time
-from teacher_cache import build, intake
+from teacher_cache import build
+from teacher_cache import intake
 from teacher_cache.cache import TeacherCache
 from teacher_cache.transfer import importer
 from teacher_cache.view import SpaceView

@@ -11,7 +11,7 @@ import pytest
 
 from teacher_cache.build import BuildReport, build
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusError, DamagedCache
 from teacher_cache.reindex import reindex
 from teacher_cache.repair import RepairReport, repair

@@ -338,9 +338,10 @@ def test_a_first_build_cut_off_between_its_files_shows_nothing_and_goes_on(
 
 KILLED = """
 import sys
-from teacher_cache import build as build_module, token_columns
+from teacher_cache import build as build_module
+from teacher_cache import token_columns
 from teacher_cache.cache import TeacherCache
-from teacher_cache.corpus import Corpus
+from teacher_cache.corpus.corpus import Corpus
 from tests.teacher_cache.token_caches import FOUR_ROWS, LAYERS
 from tests.teacher_cache.toy_variants import Logged
 

@@ -32,8 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
-from teacher_cache.errors import CorpusError, MissingDependency
-from teacher_cache.formats import (
+from teacher_cache.corpus.formats import (
     LIBRARIES,
     Columns,
     Record,
@@ -43,6 +42,7 @@ from teacher_cache.formats import (
     find_sources,
     read_records,
 )
+from teacher_cache.errors import CorpusError, MissingDependency
 
 # Their numbers are 16 bits wide.
 MAX_DOMAINS = 2**16

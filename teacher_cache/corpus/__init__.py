@@ -1,0 +1,1 @@
+"""Texts to encode: files and other sources, read with flat memory."""
