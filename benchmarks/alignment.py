@@ -23,10 +23,10 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from teacher_cache.align import STUDENT_LENGTH
-from teacher_cache.alignment import METHODS, Alignment, align
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.teachers.pieces import ignores_case, text_pieces
-from teacher_cache.tokens import OTHER, ROLE, TEXT
+from teacher_cache.tokens.alignment import METHODS, Alignment, align
+from teacher_cache.tokens.request import OTHER, ROLE, TEXT
 
 Pieces = list[npt.NDArray[np.int32]]
 QUICK_TEXTS = 2000

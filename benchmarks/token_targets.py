@@ -51,7 +51,7 @@ from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.teachers import TeacherOptions, resolve, token_shape
-from teacher_cache.tokens import TokenRequest
+from teacher_cache.tokens.request import TokenRequest
 
 METHODS = ("emo", "dskd", "cdm", "talas")
 MODES = ("cached", "online")

@@ -11,7 +11,7 @@ from cli.common import asking_options
 if TYPE_CHECKING:
     from teacher_cache.corpus.corpus import Corpus
     from teacher_cache.teachers.base import TeacherOptions
-    from teacher_cache.tokens import TokenRequest
+    from teacher_cache.tokens.request import TokenRequest
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 STORAGE = ("float16", "raw", "compact", "float32")
@@ -87,7 +87,7 @@ def column_options(body: Body) -> Body:
 
 def tokens_of(columns: str, attention_layers: str | None) -> "TokenRequest | None":
     """What `column_options` ask for besides vectors."""
-    from teacher_cache.tokens import TokenRequest
+    from teacher_cache.tokens.request import TokenRequest
 
     if attention_layers is not None and "attention" not in columns:
         raise click.UsageError(f"--attention-layers goes with --columns {COLUMNS[-1]}, not {columns}")

@@ -21,7 +21,7 @@ from cli.options import (
     trains_on,
 )
 
-# Those of teacher_cache.alignment, which imports more than --help needs.
+# Those of teacher_cache.tokens.alignment, which imports more than --help needs.
 ALIGNMENTS = ("offset", "mined_types", "mined_dp", "dtw_mean", "dtw_strict")
 
 

@@ -18,7 +18,7 @@ from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers import Encoded, TeacherOptions, TeacherSpec, load_teacher, resolve_as
 from teacher_cache.teachers.batching import longest_first
 from teacher_cache.teachers.loading import choose_device
-from teacher_cache.tokens import TokenRequest
+from teacher_cache.tokens.request import TokenRequest
 
 # A budget that no batch reaches: internals come out of one forward pass.
 _ONE_PASS = 2**31

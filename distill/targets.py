@@ -18,8 +18,8 @@ from teacher_cache.storage.manifest import Manifest
 from teacher_cache.teachers import resolve, token_shape
 from teacher_cache.teachers.base import TeacherOptions
 from teacher_cache.teachers.pieces import ignores_case
-from teacher_cache.token_columns import TokenColumns
-from teacher_cache.tokens import TokenRequest, TokenShape
+from teacher_cache.tokens.request import TokenRequest, TokenShape
+from teacher_cache.tokens.token_columns import TokenColumns
 from teacher_cache.view import SpaceView
 
 # Sharpness that treats the parts of a corpus differently.

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.alignment import Alignment, align, check_method, of_pairs
 from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, MissingDependency, MissingRows, TeacherError
 from teacher_cache.storage.column import Column
@@ -27,8 +26,9 @@ from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.pieces import ignores_case, text_pieces
-from teacher_cache.token_columns import PIECES, TokenColumns
-from teacher_cache.tokens import OTHER, ROLE
+from teacher_cache.tokens.alignment import Alignment, align, check_method, of_pairs
+from teacher_cache.tokens.request import OTHER, ROLE
+from teacher_cache.tokens.token_columns import PIECES, TokenColumns
 from teacher_cache.view import SpaceView
 
 # Longest text of a student that nobody names a length for: what students are trained with by default.
@@ -44,7 +44,7 @@ class AlignmentSettings:
     """Everything that could change an alignment, given the space and the text.
 
     Attributes:
-        method: a name of `teacher_cache.alignment.METHODS`.
+        method: a name of `teacher_cache.tokens.alignment.METHODS`.
         tokenizer: digest of the student's tokenizer files.
         max_length: tokens that the student reads of a text, specials and prompt included.
         prompt: in front of the student's texts.
@@ -144,7 +144,7 @@ def align_corpus(
     Args:
         path: of the cache.
         student: model folder, hub id or known name; only its tokenizer is loaded.
-        method: a name of `teacher_cache.alignment.METHODS`.
+        method: a name of `teacher_cache.tokens.alignment.METHODS`.
         max_length: None takes the model's own, but at most `STUDENT_LENGTH`.
         report: called with texts done and in all.
 

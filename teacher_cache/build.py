@@ -31,14 +31,14 @@ from teacher_cache.storage.manifest import (
 )
 from teacher_cache.teachers import resolve, settle_dtype, token_shape
 from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
-from teacher_cache.token_columns import (
+from teacher_cache.tokens.request import TokenRequest, TokenShape
+from teacher_cache.tokens.token_columns import (
     ATTENTION,
     STATES,
     TokenRecord,
     checked_layers,
     token_format,
 )
-from teacher_cache.tokens import TokenRequest, TokenShape
 from teacher_cache.view import SpaceView
 from teacher_cache.workers import LocalWorkers, Workers
 

@@ -23,7 +23,7 @@ from teacher_cache.storage.manifest import CORPORA, CorpusRecord
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
 from teacher_cache.text_key import text_keys
-from teacher_cache.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns
+from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns
 from teacher_cache.view import SPACES, SpaceRecord, SpaceView
 
 # What a teacher's own normalising may leave of a unit length, and what two number formats may add to it: a vector may

@@ -19,7 +19,7 @@ from teacher_cache.storage.codec import cosine_errors
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.texts import TextTable
 from teacher_cache.text_key import text_keys
-from teacher_cache.token_columns import ATTENTION, StoredTokens, TokenColumns
+from teacher_cache.tokens.token_columns import ATTENTION, StoredTokens, TokenColumns
 from teacher_cache.view import SpaceView
 
 # What one teacher says of one text twice differs by rounding. all-MiniLM-L6-v2 in bfloat16: up to 1 - cos = 4e-5

@@ -33,7 +33,7 @@ from teacher_cache.intake import (
 )
 from teacher_cache.storage.index import Change, quarantine_key
 from teacher_cache.storage.manifest import CorpusRecord, writing_domains, writing_manifest
-from teacher_cache.token_columns import TokenColumns, TokenRecord
+from teacher_cache.tokens.token_columns import TokenColumns, TokenRecord
 from teacher_cache.view import SpaceRecord, SpaceView
 
 _COPIED_RECORDS = 2**20

@@ -18,7 +18,7 @@ from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
-from teacher_cache.token_columns import TokenRecord, create_array
+from teacher_cache.tokens.token_columns import TokenRecord, create_array
 from teacher_cache.view import SPACES, SpaceRecord, create_vectors
 
 

@@ -12,8 +12,8 @@ from teacher_cache.intake import difference, disagreeing, excerpt
 from teacher_cache.storage.index import Change
 from teacher_cache.teachers import token_shape
 from teacher_cache.teachers.base import Encoded, TeacherSpec
-from teacher_cache.token_columns import StoredTokens, TokenColumns
-from teacher_cache.tokens import TokenRequest
+from teacher_cache.tokens.request import TokenRequest
+from teacher_cache.tokens.token_columns import StoredTokens, TokenColumns
 from teacher_cache.view import SpaceView
 
 # What a worker may say of a batch token by token, in float32: two batches of it are in memory, with Ray two an actor.

@@ -18,8 +18,8 @@ from teacher_cache.storage.codec import FORMATS
 from teacher_cache.teachers import load_teacher, resolve, settle_dtype, token_shape
 from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
 from teacher_cache.text_key import KEY_BYTES, text_keys
-from teacher_cache.token_columns import TOKEN_FORMATS, TokenRecord, checked_layers
-from teacher_cache.tokens import TokenRequest
+from teacher_cache.tokens.request import TokenRequest
+from teacher_cache.tokens.token_columns import TOKEN_FORMATS, TokenRecord, checked_layers
 
 READ_RECORDS = 8192
 # Texts whose tokens are counted to estimate those of all, and texts that `probe` times.

@@ -19,7 +19,7 @@ from teacher_cache.repair import DAMAGED
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, replacing, sync_folder
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.storage.manifest import CORPORA
-from teacher_cache.token_columns import TOKEN_ARRAYS
+from teacher_cache.tokens.token_columns import TOKEN_ARRAYS
 from teacher_cache.view import SPACES
 
 

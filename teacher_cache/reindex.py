@@ -31,7 +31,7 @@ from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
 from teacher_cache.text_key import text_keys
-from teacher_cache.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns
+from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns
 from teacher_cache.view import SPACES, SpaceRecord, SpaceView
 
 # Text shards of one transaction: keys are random, and the more go in together, the more share a page.

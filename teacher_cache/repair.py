@@ -27,7 +27,7 @@ from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.manifest import CorpusRecord, domain_numbers, writing_domains, writing_manifest
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
 from teacher_cache.text_key import KEY_BYTES, text_keys
-from teacher_cache.token_columns import ATTENTION, PIECES, STATES
+from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES
 from teacher_cache.view import SpaceView
 
 # Files that were damaged, for a look; `tcache gc` removes them.

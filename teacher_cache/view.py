@@ -18,7 +18,7 @@ from teacher_cache.storage.codec import NumberFormat, Stored, check_rows, joint_
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, quarantine_key
 from teacher_cache.storage.shards import ShardedArray
-from teacher_cache.token_columns import TokenColumns, TokenRecord
+from teacher_cache.tokens.token_columns import TokenColumns, TokenRecord
 
 SPACES = "spaces"
 VECTORS = "vectors.zarr"

@@ -26,7 +26,7 @@ from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.teachers import TeacherOptions, resolve, token_shape
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.settings import asked_as
-from teacher_cache.tokens import TokenRequest
+from teacher_cache.tokens.request import TokenRequest
 from teacher_cache.view import SpaceView
 from teacher_cache.workers import LocalWorkers, Workers
 

@@ -20,7 +20,7 @@ from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.loading import choose_device, loading
 from teacher_cache.teachers.pieces import text_pieces
 from teacher_cache.teachers.transformer import TransformerTeacher, encoder_arguments, loader, ready_encoder
-from teacher_cache.tokens import TextTokens, TokenRequest
+from teacher_cache.tokens.request import TextTokens, TokenRequest
 from teacher_cache.workers import Answers, Workers
 
 # Its class by the name that `TeacherOptions.backend` takes.

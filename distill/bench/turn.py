@@ -24,7 +24,7 @@ from distill.online import OnlineTeacher
 from distill.trainer import DistillTrainer
 from teacher_cache.cache import TeacherCache
 from teacher_cache.joint import JointSpace
-from teacher_cache.token_columns import ATTENTION
+from teacher_cache.tokens.token_columns import ATTENTION
 
 # A step's parts: the wait for its batch; what an online teacher takes of it; what sharpness does before the pass that
 # gives the gradient, and that pass; clipping, the optimiser and the schedule.

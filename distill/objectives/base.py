@@ -17,7 +17,7 @@ class Needs:
             second text of a pair).
         tokens: the last hidden state of every token, the student's and the teacher's.
         alignment: how teacher tokens are mapped onto student tokens, a name of
-            `teacher_cache.alignment.METHODS`; None for objectives that compare no tokens one by one.
+            `teacher_cache.tokens.alignment.METHODS`; None for objectives that compare no tokens one by one.
         attention: pairs (student layer, teacher layer), both counted from 1, whose attention maps are compared.
         importance: how much attention each teacher token receives in the teacher's last layer.
         same_tokens: both models must cut every text into the same tokens.

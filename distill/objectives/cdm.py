@@ -63,7 +63,7 @@ class CDM(Objective):
         """Allocate W.
 
         Args:
-            alignment: "dtw_mean" or "dtw_strict", see `teacher_cache.alignment`.
+            alignment: "dtw_mean" or "dtw_strict", see `teacher_cache.tokens.alignment`.
             reduction: "mean" over the width as above, or "sum_dim", 2 - 2 cos.
             temperature: of InfoNCE.
             mask_duplicates: texts equal to row i's are no negatives of row i.

@@ -2,7 +2,7 @@
 
     loss = alpha * InfoNCE + (1 - alpha) * (ira_weight * IRA + otis_weight * OTIS)
 
-Of one text, teacher and student tokens are mapped one to one (n pairs, see `teacher_cache.alignment`), and a
+Of one text, teacher and student tokens are mapped one to one (n pairs, see `teacher_cache.tokens.alignment`), and a
 teacher token matters as much as the attention that it receives in the teacher's last layer, score_j.
 
 IRA, of the m = floor(n / 3) pairs that matter most: with X `(m, S)` and Y `(m, T)` their rows in the attention maps
@@ -46,7 +46,7 @@ from distill.objectives.options import check, check_choice, check_count, check_p
 from distill.objectives.simcse import contrast_views
 
 VIEWS = ("dropout", "pair")
-# Methods of `teacher_cache.alignment` that map one to one.
+# Methods of `teacher_cache.tokens.alignment` that map one to one.
 ALIGNMENTS = ("offset", "mined_types", "mined_dp", "dtw_strict")
 MASSES = ("paper", "official", "causal")
 GRADIENTS = ("unrolled", "envelope")

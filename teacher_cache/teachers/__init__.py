@@ -17,7 +17,7 @@ from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.hub import find_folder
 from teacher_cache.teachers.precision import choose_dtype
 from teacher_cache.teachers.settings import asked_as, named_prompts
-from teacher_cache.tokens import TokenShape
+from teacher_cache.tokens.request import TokenShape
 
 __all__ = [
     "BACKENDS",

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.tokens import TextTokens, TokenRequest, TokenShape
+from teacher_cache.tokens.request import TextTokens, TokenRequest, TokenShape
 
 
 @dataclass(frozen=True)

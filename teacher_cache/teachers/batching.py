@@ -23,7 +23,7 @@ from teacher_cache.teachers.attention import layers_of, make_recordable, watchin
 from teacher_cache.teachers.base import Encoded
 from teacher_cache.teachers.pieces import pieces_of, require_offsets
 from teacher_cache.teachers.token_states import TokenPass
-from teacher_cache.tokens import OTHER, TextTokens, TokenRequest
+from teacher_cache.tokens.request import OTHER, TextTokens, TokenRequest
 
 logger = logging.getLogger("teacher_cache")
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.storage.files import digest
-from teacher_cache.tokens import TokenShape
+from teacher_cache.tokens.request import TokenShape
 
 # A run folder has this record, and its student in this folder.
 RUN_RECORD = "run.json"

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import TeacherError
-from teacher_cache.tokens import CLOSING, END, ID, OPENING, OTHER, ROLE, START, TEXT
+from teacher_cache.tokens.request import CLOSING, END, ID, OPENING, OTHER, ROLE, START, TEXT
 
 
 def pieces_of(

@@ -13,7 +13,7 @@ from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
 from teacher_cache.teachers.folder import ModelFolder, has_safetensors
 from teacher_cache.teachers.settings import chosen_pooling, space_from_folder
-from teacher_cache.tokens import TokenShape
+from teacher_cache.tokens.request import TokenShape
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.tokens import TextTokens, TokenRequest
+from teacher_cache.tokens.request import TextTokens, TokenRequest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
 from teacher_cache.teachers.pieces import pieces_of
 from teacher_cache.teachers.settings import chosen_pooling, chosen_prompt, normal_dtype
-from teacher_cache.tokens import TextTokens, TokenRequest, TokenShape
+from teacher_cache.tokens.request import TextTokens, TokenRequest, TokenShape
 
 _DIMS = 32
 _MAX_LENGTH = 512

@@ -11,7 +11,7 @@ from teacher_cache.teachers.families import family_of
 from teacher_cache.teachers.folder import ModelFolder, has_safetensors
 from teacher_cache.teachers.sentence_transformer import saved_pooling
 from teacher_cache.teachers.settings import chosen_pooling, space_from_folder
-from teacher_cache.tokens import TokenShape
+from teacher_cache.tokens.request import TokenShape
 
 if TYPE_CHECKING:
     import torch

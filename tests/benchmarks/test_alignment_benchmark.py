@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import alignment
-from teacher_cache.tokens import CLOSING, OTHER, TEXT
+from teacher_cache.tokens.request import CLOSING, OTHER, TEXT
 from tests.conftest import varied_texts
 from tests.teacher_cache.tiny_teachers import write_xlm_roberta
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from cli.options import TOKEN_STORAGE
 from cli.tcache import main
-from teacher_cache.token_columns import TOKEN_FORMATS
+from teacher_cache.tokens.token_columns import TOKEN_FORMATS
 
 ALL = ("--columns", "vectors,tokens,attention")
 

@@ -11,7 +11,7 @@ from distill.errors import ConfigError
 from distill.objectives.base import Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, TokenStates
 from distill.objectives.cdm import CDM
 from distill.objectives.simcse import info_nce
-from teacher_cache.alignment import METHODS
+from teacher_cache.tokens.alignment import METHODS
 from tests.contracts.objective_contract import SHAPE, TEACHER_SHAPE, TEXT_IDS, ObjectiveContract
 
 Array = NDArray[np.float64]

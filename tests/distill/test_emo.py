@@ -16,7 +16,7 @@ from distill.errors import ConfigError
 from distill.objectives.base import Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets
 from distill.objectives.emo import ALIGNMENTS, EMO, layer_pairs, masses, root_cka, sinkhorn
 from distill.objectives.simcse import info_nce
-from teacher_cache.alignment import ONE_TO_ONE
+from teacher_cache.tokens.alignment import ONE_TO_ONE
 from tests.contracts.objective_contract import (
     SHAPE,
     TEACHER_SHAPE,

@@ -15,7 +15,7 @@ from distill.online import OnlineTeacher, open_online
 from teacher_cache.errors import SpaceMismatch
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
 from teacher_cache.teachers.batching import BatchedEncoder
-from teacher_cache.tokens import TokenRequest
+from teacher_cache.tokens.request import TokenRequest
 from tests.teacher_cache import tiny_teachers
 
 TEXTS = ["the cat sat", "dogs", "", "a river ran through the old town and on to the sea"]

@@ -34,7 +34,7 @@ from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import MissingRows
 from teacher_cache.teachers import TeacherOptions
-from teacher_cache.tokens import TokenRequest
+from teacher_cache.tokens.request import TokenRequest
 from tests.conftest import varied_texts
 
 TEXTS = varied_texts(12, seed=5)

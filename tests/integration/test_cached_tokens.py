@@ -20,7 +20,7 @@ from teacher_cache.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import SpaceMismatch
 from teacher_cache.teachers import TeacherOptions
-from teacher_cache.tokens import TokenRequest
+from teacher_cache.tokens.request import TokenRequest
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import metrics, parts, tiny_config
 from tests.teacher_cache import tiny_teachers

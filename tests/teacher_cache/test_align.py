@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from teacher_cache.align import AlignmentSettings, align_corpus, kept_alignments
-from teacher_cache.alignment import Alignment, align
 from teacher_cache.build import build
 from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
@@ -17,7 +16,8 @@ from teacher_cache.errors import DamagedCache, MissingRows, TeacherError
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.pieces import text_pieces
-from teacher_cache.tokens import TokenRequest
+from teacher_cache.tokens.alignment import Alignment, align
+from teacher_cache.tokens.request import TokenRequest
 from tests.conftest import varied_texts
 
 SHARD_ROWS = 16

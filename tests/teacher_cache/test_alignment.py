@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teacher_cache.alignment import METHODS, ONE_TO_ONE, Alignment, align, dense, edit_distances
 from teacher_cache.errors import TeacherError
-from teacher_cache.tokens import CLOSING, OPENING, OTHER, TEXT
+from teacher_cache.tokens.alignment import METHODS, ONE_TO_ONE, Alignment, align, dense, edit_distances
+from teacher_cache.tokens.request import CLOSING, OPENING, OTHER, TEXT
 
 Pieces = npt.NDArray[np.int32]
 

@@ -7,7 +7,7 @@ import pytest
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.pieces import ignores_case, pieces_of, text_pieces
-from teacher_cache.tokens import CLOSING, OPENING, OTHER, ROLE, TEXT
+from teacher_cache.tokens.request import CLOSING, OPENING, OTHER, ROLE, TEXT
 
 
 def test_first_and_last_special_have_roles_and_cover_nothing() -> None:

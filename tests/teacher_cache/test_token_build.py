@@ -28,8 +28,8 @@ from teacher_cache.seal import seal
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.teachers import TeacherOptions, TeacherSpec
 from teacher_cache.teachers.base import Encoded
-from teacher_cache.token_columns import ATTENTION, PIECES, STATES, TOKEN_FORMATS
-from teacher_cache.tokens import TokenRequest
+from teacher_cache.tokens.request import TokenRequest
+from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, TOKEN_FORMATS
 from teacher_cache.verify import verify
 from teacher_cache.workers import Answers, LocalWorkers, Workers
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, passing_folder, unequal_rows
@@ -339,7 +339,7 @@ def test_a_first_build_cut_off_between_its_files_shows_nothing_and_goes_on(
 KILLED = """
 import sys
 from teacher_cache import build as build_module
-from teacher_cache import token_columns
+from teacher_cache.tokens import token_columns
 from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from tests.teacher_cache.token_caches import FOUR_ROWS, LAYERS

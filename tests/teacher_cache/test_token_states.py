@@ -24,7 +24,7 @@ from teacher_cache.teachers import (
     token_shape,
 )
 from teacher_cache.teachers.folder import ModelFolder
-from teacher_cache.tokens import CLOSING, ID, OPENING, OTHER, ROLE, TEXT, TextTokens, TokenRequest, TokenShape
+from teacher_cache.tokens.request import CLOSING, ID, OPENING, OTHER, ROLE, TEXT, TextTokens, TokenRequest, TokenShape
 from tests.contracts.teacher_contract import LONG, TEXTS
 from tests.teacher_cache import tiny_teachers
 

@@ -18,7 +18,7 @@ from teacher_cache.reclaim import reclaim
 from teacher_cache.reindex import reindex
 from teacher_cache.repair import repair
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
-from teacher_cache.token_columns import ATTENTION, PIECES, STATES
+from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES
 from teacher_cache.transfer.exporter import export
 from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import built, numbered, unequal_rows
@@ -240,8 +240,8 @@ def test_columns_of_a_build_that_never_published_any_are_cleared_away(tmp_path: 
     built(tmp_path, TEXTS)
     path = tmp_path / "cache"
     with TeacherCache.open(path, "r+") as cache:
-        from teacher_cache.token_columns import TokenRecord
-        from teacher_cache.tokens import TokenShape
+        from teacher_cache.tokens.request import TokenShape
+        from teacher_cache.tokens.token_columns import TokenRecord
 
         view = cache.ensure_tokens(cache.space(), TokenRecord(TokenShape(24, 3, 2, False), "float16", (1, 3)))
     told = {one.where for one in reclaim(path, dry_run=True).freed}

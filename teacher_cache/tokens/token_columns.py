@@ -20,7 +20,7 @@ from teacher_cache.storage.codec import FORMATS, NumberFormat, check_rows
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, quarantine_key
 from teacher_cache.storage.shards import ShardedArray
-from teacher_cache.tokens import TextTokens, TokenRequest, TokenShape
+from teacher_cache.tokens.request import TextTokens, TokenRequest, TokenShape
 
 STATES = "tokens.zarr"
 PIECES = "pieces.zarr"

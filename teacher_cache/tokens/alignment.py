@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import TeacherError
-from teacher_cache.tokens import CLOSING, OPENING, ROLE, TEXT
+from teacher_cache.tokens.request import CLOSING, OPENING, ROLE, TEXT
 
 METHODS = ("offset", "mined_types", "mined_dp", "dtw_mean", "dtw_strict")
 # Methods that give a token one counterpart at most, on both sides.
