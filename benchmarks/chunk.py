@@ -25,11 +25,11 @@ import numpy.typing as npt
 from numcodecs import blosc
 
 from benchmarks.own import publish_rows, space_of, write_rows
-from teacher_cache.cache import TeacherCache
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.storage.positioned import read_all
 from teacher_cache.storage.shards import READ_CHUNKS
-from teacher_cache.view import CHUNK_ROWS, SpaceView
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import CHUNK_ROWS, SpaceView
 
 WINDOWS = 20
 ROUNDS = 7

@@ -44,13 +44,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.damage import SHARD_ROWS, TOY, Vectors, contents, damage_caches, vectors_of
 from teacher_cache import build as build_module
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound
 from teacher_cache.storage import texts as texts_module
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.verify import verify
 
 # Texts of one corpus, and corpora of one cache; neighbours share half of their texts.

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.build import build
-from teacher_cache.cache import INDEX, TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.reindex import reindex
 from teacher_cache.repair import repair
+from teacher_cache.table.cache import INDEX, TeacherCache
 from teacher_cache.teachers.base import TeacherOptions
 from teacher_cache.verify import verify
 

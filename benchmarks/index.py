@@ -26,11 +26,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.seal import seal
 from teacher_cache.storage.environment import DATA
 from teacher_cache.storage.index import Index
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers.base import TeacherOptions
 
 SIZES = (20_000, 200_000, 2_000_000)

@@ -81,7 +81,7 @@ def compare(setting: Setting, students: Path | None, steps: int) -> Compared:
     from distill.plan.models import student_model
     from distill.plan.step import trace
     from distill.targets import Targets
-    from teacher_cache.cache import TeacherCache
+    from teacher_cache.table.cache import TeacherCache
 
     folder = None if students is None else students / setting.student
     student = str(folder) if folder is not None and folder.is_dir() else setting.sizes

@@ -34,8 +34,8 @@ from benchmarks.own import format_size
 from benchmarks.peers import CONTENDERS, DEFAULT, DEFAULT_64K, HF_ITERABLE, RAW, RAW_64K, REPEATED, ZARR
 from benchmarks.resources import cool
 from benchmarks.store_report import main_figure, markdown, ratios
-from teacher_cache.cache import SHARD_ROWS
 from teacher_cache.storage.codec import FORMATS
+from teacher_cache.table.cache import SHARD_ROWS
 
 LIBRARIES = ("numpy", "zarr", "numcodecs", "lmdb", "datasets", "pyarrow", "mosaicml-streaming", "litdata", "pylance")
 # The others gather as these do.

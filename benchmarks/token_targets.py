@@ -47,9 +47,9 @@ from distill.objectives.base import Objective, StudentShape, TeacherShape
 from distill.student import Student
 from distill.trainer import Distillation
 from teacher_cache.build import BuildReport, build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, resolve, token_shape
 from teacher_cache.tokens.request import TokenRequest
 

@@ -15,8 +15,8 @@ from distill.objectives.base import Objective
 from distill.student import Student
 from distill.targets import Targets
 from distill.trainer import Distillation, DistillTrainer
-from teacher_cache.cache import TeacherCache
 from teacher_cache.storage.manifest import Manifest
+from teacher_cache.table.cache import TeacherCache
 
 AnyTrainer = TypeVar("AnyTrainer", bound=DistillTrainer)
 

@@ -20,12 +20,12 @@ from distill.objectives.base import (
 )
 from distill.student import AttentionMaps, token_states
 from distill.targets import require_tokens
-from teacher_cache.cache import TeacherCache
-from teacher_cache.joint import JointSpace
 from teacher_cache.stream import Batch
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.joint import JointSpace
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers.attention import make_recordable, watching
 from teacher_cache.teachers.pooling import pool
-from teacher_cache.view import SpaceView
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

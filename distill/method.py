@@ -20,9 +20,9 @@ from distill.run_folder import read_record
 from distill.sharpness import SharpnessAware
 from distill.sharpness import build_sharpness as sharpness_of
 from distill.targets import Targets, several_spaces
-from teacher_cache.cache import TeacherCache
-from teacher_cache.joint import JointSpace
 from teacher_cache.storage.manifest import Manifest
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.joint import JointSpace
 
 # Below this many distinct texts nothing is held out; above, never more than this share.
 SMALLEST_HELD_OUT_FROM = 256

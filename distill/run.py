@@ -43,10 +43,10 @@ from distill.student import Student, student_shape
 from distill.targets import Targets
 from distill.trainer import DistillTrainer, require_room
 from distill.validation import Validation, best, points
-from teacher_cache.cache import TeacherCache
-from teacher_cache.joint import JointSpace
 from teacher_cache.storage.files import replacing
-from teacher_cache.view import SpaceView
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.joint import JointSpace
+from teacher_cache.table.view import SpaceView
 
 CHECKED_TEXTS = 50
 # Settings that say where something is.

@@ -12,15 +12,15 @@ from distill.errors import ConfigError, NeedsNotMet
 from distill.objectives.base import Objective, TeacherShape
 from distill.student import Student
 from teacher_cache.align import AlignmentColumn, AlignmentSettings, kept_alignments
-from teacher_cache.cache import TeacherCache
-from teacher_cache.joint import JointSpace
 from teacher_cache.storage.manifest import Manifest
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.joint import JointSpace
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import resolve, token_shape
 from teacher_cache.teachers.base import TeacherOptions
 from teacher_cache.teachers.pieces import ignores_case
 from teacher_cache.tokens.request import TokenRequest, TokenShape
 from teacher_cache.tokens.token_columns import TokenColumns
-from teacher_cache.view import SpaceView
 
 # Sharpness that treats the parts of a corpus differently.
 NEED_DOMAINS = ("disam",)

@@ -19,8 +19,8 @@ from distill.run_folder import CONFIG, FINAL, RECORD, is_finished, read_record
 from distill.student import Student, student_shape
 from distill.targets import Targets
 from distill.trainer import Distillation
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheNotFound
+from teacher_cache.table.cache import TeacherCache
 
 
 class TrainedRun:

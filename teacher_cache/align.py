@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, MissingDependency, MissingRows, TeacherError
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, shard_key
 from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.pieces import ignores_case, text_pieces
 from teacher_cache.tokens.alignment import Alignment, align, check_method, of_pairs
 from teacher_cache.tokens.request import OTHER, ROLE
 from teacher_cache.tokens.token_columns import PIECES, TokenColumns
-from teacher_cache.view import SpaceView
 
 # Longest text of a student that nobody names a length for: what students are trained with by default.
 STUDENT_LENGTH = 256

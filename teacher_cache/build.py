@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import TeacherCache, checked_name
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError
 from teacher_cache.pending import OpenShard, OpenTokens, batches, missing_by_shard, new_vectors
@@ -29,6 +28,8 @@ from teacher_cache.storage.manifest import (
     writing_domains,
     writing_manifest,
 )
+from teacher_cache.table.cache import TeacherCache, checked_name
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import resolve, settle_dtype, token_shape
 from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
 from teacher_cache.tokens.request import TokenRequest, TokenShape
@@ -39,7 +40,6 @@ from teacher_cache.tokens.token_columns import (
     checked_layers,
     token_format,
 )
-from teacher_cache.view import SpaceView
 from teacher_cache.workers import LocalWorkers, Workers
 
 # Records read at a time, and texts given to a worker at a time.

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from teacher_cache.cache import SPACE_JSON, TeacherCache
 from teacher_cache.errors import CacheError
 from teacher_cache.storage.codec import NumberFormat, check_rows, joint_error, number_format
 from teacher_cache.storage.files import replacing
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.shards import ShardedArray
-from teacher_cache.view import SPACES, SpaceView, create_vectors
+from teacher_cache.table.cache import SPACE_JSON, TeacherCache
+from teacher_cache.table.view import SPACES, SpaceView, create_vectors
 
 
 @dataclass(frozen=True)

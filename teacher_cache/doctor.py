@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import KnownError
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions
 from teacher_cache.verify import verify

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import SpaceView
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES
-from teacher_cache.view import SpaceView
 
 # Quarantined rows of a space that are told with their texts.
 LISTED = 100

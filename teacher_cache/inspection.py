@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import CORPUS_JSON, SPACE_JSON, TeacherCache
 from teacher_cache.corpus.corpus import Fingerprint
 from teacher_cache.errors import CorpusNotFound, DamagedCache, FormatVersionError
 from teacher_cache.storage.chunks import Rows
@@ -22,9 +21,10 @@ from teacher_cache.storage.index import ShardRecord
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
+from teacher_cache.table.cache import CORPUS_JSON, SPACE_JSON, TeacherCache
+from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView
 from teacher_cache.text_key import text_keys
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns
-from teacher_cache.view import SPACES, SpaceRecord, SpaceView
 
 # What a teacher's own normalising may leave of a unit length, and what two number formats may add to it: a vector may
 # have been stored in another one before.

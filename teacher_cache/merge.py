@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from teacher_cache.build import Progress
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheError, SpaceMismatch
-from teacher_cache.intake import (
+from teacher_cache.storage.index import Change, quarantine_key
+from teacher_cache.storage.manifest import CorpusRecord, writing_domains, writing_manifest
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.intake import (
     WINDOW_ROWS,
     CheckedVectors,
     ProvenTokens,
@@ -31,10 +33,8 @@ from teacher_cache.intake import (
     mapped,
     unnamed_file,
 )
-from teacher_cache.storage.index import Change, quarantine_key
-from teacher_cache.storage.manifest import CorpusRecord, writing_domains, writing_manifest
+from teacher_cache.table.view import SpaceRecord, SpaceView
 from teacher_cache.tokens.token_columns import TokenColumns, TokenRecord
-from teacher_cache.view import SpaceRecord, SpaceView
 
 _COPIED_RECORDS = 2**20
 _COMMITTED = 10_000

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from teacher_cache.cache import CACHE_JSON, CORPUS_JSON, INDEX, LOCK, SPACE_JSON, write_cache_json
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.inspection import unreadable
 from teacher_cache.storage.codec import number_format
@@ -18,8 +17,9 @@ from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
+from teacher_cache.table.cache import CACHE_JSON, CORPUS_JSON, INDEX, LOCK, SPACE_JSON, write_cache_json
+from teacher_cache.table.view import SPACES, SpaceRecord, create_vectors
 from teacher_cache.tokens.token_columns import TokenRecord, create_array
-from teacher_cache.view import SPACES, SpaceRecord, create_vectors
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import SpaceMismatch, TeacherError
-from teacher_cache.intake import difference, disagreeing, excerpt
 from teacher_cache.storage.index import Change
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.intake import difference, disagreeing, excerpt
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import token_shape
 from teacher_cache.teachers.base import Encoded, TeacherSpec
 from teacher_cache.tokens.request import TokenRequest
 from teacher_cache.tokens.token_columns import StoredTokens, TokenColumns
-from teacher_cache.view import SpaceView
 
 # What a worker may say of a batch token by token, in float32: two batches of it are in memory, with Ray two an actor.
 BATCH_BYTES = 128 * 2**20

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from teacher_cache.cache import CACHE_JSON, TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.storage.codec import FORMATS
+from teacher_cache.table.cache import CACHE_JSON, TeacherCache
 from teacher_cache.teachers import load_teacher, resolve, settle_dtype, token_shape
 from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
 from teacher_cache.text_key import KEY_BYTES, text_keys

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from teacher_cache.cache import CORPUS_JSON, INDEX, SPACE_JSON, TeacherCache
 from teacher_cache.errors import CorpusNotFound, SpaceNotFound
 from teacher_cache.repair import DAMAGED
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, replacing, sync_folder
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.storage.manifest import CORPORA
+from teacher_cache.table.cache import CORPUS_JSON, INDEX, SPACE_JSON, TeacherCache
+from teacher_cache.table.view import SPACES
 from teacher_cache.tokens.token_columns import TOKEN_ARRAYS
-from teacher_cache.view import SPACES
 
 
 @dataclass(frozen=True)

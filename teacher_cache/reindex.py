@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import CORPUS_JSON, INDEX, LOCK, SPACE_JSON, check_format
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.inspection import fingerprint_of, vectors_sound, wrong_domains
 from teacher_cache.metadata import restore_cache_json
@@ -30,9 +29,10 @@ from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
+from teacher_cache.table.cache import CORPUS_JSON, INDEX, LOCK, SPACE_JSON, check_format
+from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView
 from teacher_cache.text_key import text_keys
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns
-from teacher_cache.view import SPACES, SpaceRecord, SpaceView
 
 # Text shards of one transaction: keys are random, and the more go in together, the more share a page.
 SHARDS_AT_A_TIME = 16

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound, DamagedCache, KnownError
 from teacher_cache.inspection import Damage, Inspection, wrong_domains
@@ -26,9 +25,10 @@ from teacher_cache.storage.files import make_folder, sync_folder
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.manifest import CorpusRecord, domain_numbers, writing_domains, writing_manifest
 from teacher_cache.storage.texts import KEYS, TEXT, TextTable
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import SpaceView
 from teacher_cache.text_key import KEY_BYTES, text_keys
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES
-from teacher_cache.view import SpaceView
 
 # Files that were damaged, for a look; `tcache gc` removes them.
 DAMAGED = "damaged"

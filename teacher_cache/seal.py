@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from teacher_cache.cache import SEALED, TeacherCache
 from teacher_cache.storage.environment import DATA
 from teacher_cache.storage.files import replacing
+from teacher_cache.table.cache import SEALED, TeacherCache
 
 
 @dataclass(frozen=True)

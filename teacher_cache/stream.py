@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import MissingRows
-from teacher_cache.joint import JointSpace
 from teacher_cache.shuffle import Numbers, WindowedShuffle
 from teacher_cache.storage.codec import Stored
-from teacher_cache.view import SpaceView
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.joint import JointSpace
+from teacher_cache.table.view import SpaceView
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ class ZarrPython(Contender, ShardWriter):
         """The default format's shards and codecs, a shard a call; zarr-python does not sync."""
         from zarr.codecs import BloscCodec, Crc32cCodec
 
-        from teacher_cache.cache import SHARD_ROWS
-        from teacher_cache.view import CHUNK_ROWS
+        from teacher_cache.table.cache import SHARD_ROWS
+        from teacher_cache.table.view import CHUNK_ROWS
 
         array = self.library.create_array(
             store=str(folder / "vectors.zarr"),

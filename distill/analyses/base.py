@@ -15,8 +15,8 @@ from distill.registry import construct, find
 from distill.run_folder import ANALYSES as FOLDER
 from distill.trained_run import TrainedRun
 from teacher_cache.errors import CacheError
-from teacher_cache.joint import JointSpace
 from teacher_cache.storage.files import replacing
+from teacher_cache.table.joint import JointSpace
 from teacher_cache.teachers.base import TeacherOptions
 
 # What says that the run, or the files beside it, lack what is asked about; a wrong option or a broken answer does not.

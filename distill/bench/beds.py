@@ -21,13 +21,13 @@ from distill.shapes import find_shape, is_shape
 from distill.student import student_shape
 from distill.targets import attention_layers, teacher_shape
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, resolve, token_shape
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.settings import asked_as
 from teacher_cache.tokens.request import TokenRequest
-from teacher_cache.view import SpaceView
 from teacher_cache.workers import LocalWorkers, Workers
 
 # Batches of texts of one length, and texts of a corpus that a made-up teacher answers.

@@ -22,8 +22,8 @@ from distill.config import RunConfig
 from distill.data.dataset import CachedDataset
 from distill.online import OnlineTeacher
 from distill.trainer import DistillTrainer
-from teacher_cache.cache import TeacherCache
-from teacher_cache.joint import JointSpace
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.joint import JointSpace
 from teacher_cache.tokens.token_columns import ATTENTION
 
 # A step's parts: the wait for its batch; what an online teacher takes of it; what sharpness does before the pass that

@@ -13,14 +13,14 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from distill.errors import ConfigError, RunFolderError
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, MissingRows
-from teacher_cache.joint import JointSpace
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.stream import Batch, WindowedReader
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.joint import JointSpace
+from teacher_cache.table.view import SpaceView
 from teacher_cache.text_key import text_keys
-from teacher_cache.view import SpaceView
 
 # Rows whose text is compared with its key when a dataset is opened.
 PROBED_ROWS = 64

@@ -14,12 +14,12 @@ import numpy.typing as npt
 from distill.errors import EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CacheNotFound, MissingRows
-from teacher_cache.intake import excerpt
 from teacher_cache.reclaim import forget_corpus
 from teacher_cache.space import EmbeddingSpace
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.intake import excerpt
 from teacher_cache.teachers import (
     Teacher,
     TeacherOptions,

@@ -9,8 +9,8 @@ from distill.errors import EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEACHER, TEACHER_DOCUMENT, TEACHER_QUERY, TEXT
 from distill.evaluation.encoders import CachedEncoder, ModelEncoder, Room, asked_by_role
 from distill.run_folder import FINAL, RECORD, read_record, recorded_space
-from teacher_cache.cache import CACHE_JSON, TeacherCache
 from teacher_cache.space import LABELS, EmbeddingSpace
+from teacher_cache.table.cache import CACHE_JSON, TeacherCache
 from teacher_cache.teachers import TeacherOptions, resolve, resolve_as
 from teacher_cache.teachers.settings import asked_as
 

@@ -17,7 +17,7 @@ from distill.plan.lengths import Lengths, corpus_lengths
 from distill.plan.models import Model, student_model, teacher_model
 from distill.plan.step import Trace, trace
 from distill.targets import Targets
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table.cache import TeacherCache
 
 ATTENTION = ("fused", "eager")
 # A change that saves less than this is no help.

@@ -10,8 +10,8 @@ from distill.errors import ConfigError
 from distill.plan.models import Model
 
 if TYPE_CHECKING:
-    from teacher_cache.cache import TeacherCache
     from teacher_cache.storage.manifest import Manifest
+    from teacher_cache.table.cache import TeacherCache
 
 SAMPLED_TEXTS = 2**16
 DRAWN_BATCHES = 1000

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError, SpaceMismatch
-from teacher_cache.intake import mapped
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import number_format
+from teacher_cache.table.intake import mapped
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.build import Progress
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheError, MissingDependency, MissingRows
-from teacher_cache.intake import CheckedVectors, checked_texts
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, sync_folder
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.intake import CheckedVectors, checked_texts
+from teacher_cache.table.view import SpaceView
 from teacher_cache.transfer import FORMATS
 from teacher_cache.transfer.base import Block, Origin
-from teacher_cache.view import SpaceView
 
 BLOCK_RECORDS = 4096
 

@@ -6,9 +6,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from teacher_cache.cache import SPACE_JSON
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError
+from teacher_cache.table.cache import SPACE_JSON
 from teacher_cache.transfer.arrow import READ_ROWS, batch, matrices, schema
 from teacher_cache.transfer.base import Asked, Block, Given, Origin, read_origin, spooled
 

@@ -12,19 +12,19 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache import intake
 from teacher_cache.build import READ_RECORDS, Progress, ingest
-from teacher_cache.cache import TeacherCache, checked_name
 from teacher_cache.corpus.corpus import Corpus, corpus_name
 from teacher_cache.errors import CacheError, CorpusError, SpaceMismatch
-from teacher_cache.intake import RowList, difference, disagreeing, excerpt, fill, grouped, mapped, unnamed_file
 from teacher_cache.storage.codec import number_format
 from teacher_cache.storage.manifest import Manifest
+from teacher_cache.table import intake
+from teacher_cache.table.cache import TeacherCache, checked_name
+from teacher_cache.table.intake import RowList, difference, disagreeing, excerpt, fill, grouped, mapped, unnamed_file
+from teacher_cache.table.view import SpaceView
 from teacher_cache.text_key import KEY_BYTES, text_keys
 from teacher_cache.transfer import FORMATS
 from teacher_cache.transfer.base import Asked, Given
 from teacher_cache.transfer.foreign import foreign_space
-from teacher_cache.view import SpaceView
 
 # float16 and bfloat16 round the length of a unit vector by less.
 UNIT_LENGTH_ERROR = 1e-2

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import SPACE_JSON
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError
+from teacher_cache.table.cache import SPACE_JSON
 from teacher_cache.text_key import KEY_BYTES
 from teacher_cache.transfer.base import Asked, Block, Given, Origin, read_origin
 

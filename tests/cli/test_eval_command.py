@@ -11,7 +11,7 @@ import pytest
 
 from distill.evaluation.scores import score
 from distill.run import run
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from tests.cli.test_distill import distill, refused
 from tests.conftest import varied_texts

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 
 from cli.options import STORAGE
 from cli.tcache import main
-from teacher_cache.cache import TeacherCache
 from teacher_cache.storage.codec import FORMATS
+from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import built
 from tests.teacher_cache.toy_variants import BadVectors
 

@@ -11,8 +11,8 @@ from sentence_transformers import SentenceTransformer
 from cli.tcache import main as tcache
 from distill.run import run
 from distill.student import Student
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import TeacherError
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, resolve
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import tiny_config

@@ -34,8 +34,8 @@ from distill.callbacks import cycle_means
 from distill.config import ObjectiveConfig, RunConfig, SharpnessConfig, StudentConfig
 from distill.errors import ConfigError
 from distill.trainer import DistillTrainer
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import TeacherError
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
 from teacher_cache.teachers.transformer import TransformerTeacher
 from tests.distill.tiny_runs import parts, tiny_config

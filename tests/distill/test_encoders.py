@@ -14,9 +14,9 @@ from distill.evaluation.encoders import CachedEncoder, ModelEncoder, Room, asked
 from distill.evaluation.evaluator import encode_all
 from teacher_cache import workers
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound, MissingRows, SpaceMismatch
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import Encoded, Teacher, TeacherOptions, TeacherSpec, load_teacher, resolve
 from tests.conftest import varied_texts
 from tests.teacher_cache import tiny_teachers

@@ -15,8 +15,8 @@ from distill.errors import ConfigError, EvaluationError, NeedsNotMet
 from distill.evaluation.sts import spearman
 from distill.run import run
 from distill.trained_run import TrainedRun
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import KnownError
+from teacher_cache.table.cache import TeacherCache
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import tiny_config
 

@@ -30,9 +30,9 @@ from distill.student import Student
 from distill.targets import teacher_shape
 from distill.trainer import Distillation
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import MissingRows
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.tokens.request import TokenRequest
 from tests.conftest import varied_texts

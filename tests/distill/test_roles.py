@@ -21,7 +21,7 @@ from distill.evaluation.encoders import CachedEncoder, ModelEncoder
 from distill.evaluation.evaluator import evaluate_model
 from distill.evaluation.roles import TeacherSource, model_encoders, run_record, teacher_encoders
 from distill.evaluation.scores import settled_dtype
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from tests.teacher_cache import tiny_teachers
 

@@ -24,9 +24,9 @@ from distill.run import check_run, run
 from distill.student import Student, student_shape
 from distill.targets import Targets
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusNotFound, DiskFull, KnownError, SpaceNotFound
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers.base import TeacherOptions
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import Stopped, metrics, stop_at, tiny_config

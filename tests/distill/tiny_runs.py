@@ -16,7 +16,7 @@ from distill.data.dataset import CachedDataset
 from distill.objectives.base import Objective
 from distill.student import Student
 from distill.trainer import DistillTrainer
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table.cache import TeacherCache
 
 
 def tiny_config(cache: Path, student: Path, folder: Path, *overrides: str) -> RunConfig:

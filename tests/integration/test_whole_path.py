@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions
 
@@ -73,7 +73,7 @@ def test_rows_are_what_sentence_transformers_says(cache: Path, minilm: Path, che
 def test_another_process_with_another_hash_seed_reads_the_same(cache: Path, checked: list[str]) -> None:
     code = (
         "import json, sys\n"
-        "from teacher_cache.cache import TeacherCache\n"
+        "from teacher_cache.table.cache import TeacherCache\n"
         "with TeacherCache.open(sys.argv[1]) as cache:\n"
         "    vectors = cache.space().gather(cache.lookup(json.load(sys.stdin)))\n"
         "sys.stdout.buffer.write(vectors.tobytes())\n"

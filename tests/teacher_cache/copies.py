@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import SHARD_ROWS, numbered
 

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.build import BuildReport, build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
 from teacher_cache.text_key import text_keys
-from teacher_cache.view import SpaceView
 
 TOY = TeacherOptions(model="toy")
 SHARD_ROWS = 8

@@ -10,10 +10,10 @@ import pytest
 
 from teacher_cache.align import AlignmentSettings, align_corpus, kept_alignments
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import DamagedCache, MissingRows, TeacherError
 from teacher_cache.space import EmbeddingSpace
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.pieces import text_pieces
 from teacher_cache.tokens.alignment import Alignment, align

@@ -11,9 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache import cache as cache_module
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import (
     CacheError,
     CacheNotFound,
@@ -27,9 +25,11 @@ from teacher_cache.storage import shards
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import TextTable
+from teacher_cache.table import cache as cache_module
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.verify import verify
-from teacher_cache.view import SpaceView
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said, unequal_rows
 
 TEXTS = numbered(20)

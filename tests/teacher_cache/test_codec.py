@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as arrays
 
 from teacher_cache.errors import CacheError
 from teacher_cache.storage.codec import FORMATS, Checked, check_rows, number_format
-from teacher_cache.view import create_vectors
+from teacher_cache.table.view import create_vectors
 
 FLOAT16 = FORMATS["float16"]
 

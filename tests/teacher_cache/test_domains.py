@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teacher_cache.build import BuildReport, build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus import corpus as corpus_module
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CorpusError, DamagedCache
@@ -24,6 +23,7 @@ from teacher_cache.reclaim import reclaim
 from teacher_cache.reindex import reindex
 from teacher_cache.repair import repair
 from teacher_cache.storage.manifest import CorpusRecord
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import SHARD_ROWS, TOY, passing_folder
 

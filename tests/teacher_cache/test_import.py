@@ -16,8 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_cache import intake
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import (
     CacheError,
@@ -27,13 +25,15 @@ from teacher_cache.errors import (
 )
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import FORMATS as NUMBER_FORMATS
+from teacher_cache.table import intake
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import BACKENDS, resolve
 from teacher_cache.transfer import FORMATS, exporter, importer
 from teacher_cache.transfer.exporter import export
 from teacher_cache.transfer.foreign import foreign_space
 from teacher_cache.transfer.importer import import_vectors
 from teacher_cache.verify import verify
-from teacher_cache.view import SpaceView
 from tests.teacher_cache.copies import (
     RECORDS,
     TEXTS,
@@ -542,10 +542,10 @@ KILLED = """
 import sys
 import time
 from teacher_cache import build
-from teacher_cache import intake
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table import intake
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.transfer import importer
-from teacher_cache.view import SpaceView
+from teacher_cache.table.view import SpaceView
 
 importer.READ_RECORDS = build.READ_RECORDS = 200
 write = SpaceView.write

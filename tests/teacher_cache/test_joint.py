@@ -3,11 +3,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheError, MissingRows
-from teacher_cache.joint import JointSpace
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.stream import WindowedReader
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.joint import JointSpace
 from teacher_cache.teachers.base import TeacherOptions
 from tests.teacher_cache.small_caches import built
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheLocked
 from teacher_cache.storage.lock import WriterLock
+from teacher_cache.table.cache import TeacherCache
 
 HOLDER = """
 import sys
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table.cache import TeacherCache
 cache = TeacherCache.open(sys.argv[1], "a", shard_rows=8)
 print("held", flush=True)
 sys.stdin.read()

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache.cache import TeacherCache, checked_name
 from teacher_cache.errors import CacheError, CorpusNotFound, DamagedCache
 from teacher_cache.storage.manifest import CorpusRecord, Manifest, Source, writing_manifest
+from teacher_cache.table.cache import TeacherCache, checked_name
 from tests.teacher_cache.small_caches import built, numbered
 
 

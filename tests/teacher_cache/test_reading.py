@@ -18,10 +18,10 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.storage import mapping, positioned, shards
 from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import built, numbered, passing_folder, said
 
 WIDTH = 16

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.convert import convert
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusNotFound, SpaceNotFound
 from teacher_cache.reclaim import ReclaimReport, reclaim
 from teacher_cache.repair import repair
 from teacher_cache.storage.index import Change
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, unequal_rows

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from teacher_cache import reindex as reindex_module
 from teacher_cache.build import build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.convert import convert
 from teacher_cache.errors import CacheLocked, CacheNotFound, FormatVersionError
 from teacher_cache.reindex import ReindexReport, reindex
@@ -24,6 +23,7 @@ from teacher_cache.repair import repair
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.texts import KEYS, TEXT
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, passing_folder

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from teacher_cache.build import BuildReport, build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusError, DamagedCache
 from teacher_cache.reindex import reindex
@@ -18,6 +17,7 @@ from teacher_cache.repair import RepairReport, repair
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import Change, row_value, shard_key
 from teacher_cache.storage.texts import KEYS, TEXT
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.text_key import text_key
 from teacher_cache.verify import verify

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheError, CacheNotFound, CorpusNotFound, DamagedCache, MissingRows, SpaceNotFound
 from teacher_cache.seal import seal
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import built, numbered, said
 
@@ -237,7 +237,7 @@ def test_on_a_read_only_file_system_the_sealed_copy_is_read_and_nothing_else(tmp
     """LMDB alone would open the index there without a lock."""
     (tmp_path / "mounted").mkdir()
     script = (
-        "from teacher_cache.cache import TeacherCache\n"
+        "from teacher_cache.table.cache import TeacherCache\n"
         "with TeacherCache.open('mounted') as reader:\n"
         "    try:\n        print(reader.rows, reader.index.folder.name)\n"
         "    except Exception as error:\n        print(error)\n"

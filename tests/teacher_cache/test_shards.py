@@ -289,7 +289,7 @@ def test_a_really_full_disk_is_reported_and_what_was_there_stays(tmp_path: Path)
         pytest.skip("this machine lets nobody mount a small disk")
     script = f"""
 import numpy as np
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.errors import DiskFull
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.verify import verify

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.stream import Batch, WindowedReader
+from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import built, numbered, said
 
 TEXTS = [*numbered(200), *numbered(20)]  # the last twenty stand twice

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import DamagedCache, DiskFull
 from teacher_cache.storage import texts as texts_module
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.text_key import text_key
 from tests.teacher_cache.small_caches import numbered, passing_folder
 

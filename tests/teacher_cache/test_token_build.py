@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from teacher_cache import build as build_module
 from teacher_cache import pending
 from teacher_cache.build import BuildReport, Progress, build
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheError, SpaceMismatch, TeacherError
 from teacher_cache.info import describe
 from teacher_cache.plan import plan
 from teacher_cache.seal import seal
 from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, TeacherSpec
 from teacher_cache.teachers.base import Encoded
 from teacher_cache.tokens.request import TokenRequest
@@ -340,7 +340,7 @@ KILLED = """
 import sys
 from teacher_cache import build as build_module
 from teacher_cache.tokens import token_columns
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from tests.teacher_cache.token_caches import FOUR_ROWS, LAYERS
 from tests.teacher_cache.toy_variants import Logged

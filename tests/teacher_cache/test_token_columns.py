@@ -12,12 +12,12 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheError, DamagedCache, MissingRows, TeacherError
 from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import SpaceRecord, SpaceView
 from teacher_cache.tokens.request import TextTokens, TokenRequest, TokenShape
 from teacher_cache.tokens.token_columns import TOKEN_FORMATS, StoredTokens, TokenColumns, TokenRecord, checked_layers
-from teacher_cache.view import SpaceRecord, SpaceView
 from tests.teacher_cache.small_caches import numbered, passing_folder
 from tests.teacher_cache.token_caches import LAYERS, assert_said, columns_of, opened, token_cache
 

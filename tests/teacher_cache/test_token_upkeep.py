@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from teacher_cache.build import BuildReport
-from teacher_cache.cache import TeacherCache
 from teacher_cache.convert import convert
 from teacher_cache.errors import DamagedCache
 from teacher_cache.merge import merge
@@ -18,6 +17,7 @@ from teacher_cache.reclaim import reclaim
 from teacher_cache.reindex import reindex
 from teacher_cache.repair import repair
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES
 from teacher_cache.transfer.exporter import export
 from teacher_cache.verify import verify

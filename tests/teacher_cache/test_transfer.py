@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from teacher_cache import intake
 from teacher_cache.errors import (
     CacheError,
     CorpusNotFound,
@@ -20,6 +19,7 @@ from teacher_cache.errors import (
 )
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import FORMATS as NUMBER_FORMATS
+from teacher_cache.table import intake
 from teacher_cache.teachers import resolve
 from teacher_cache.text_key import text_keys
 from teacher_cache.transfer import FORMATS, exporter

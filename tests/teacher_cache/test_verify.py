@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache.cache import TeacherCache
 from teacher_cache.errors import CacheNotFound, DamagedCache, SpaceMismatch, SpaceNotFound
 from teacher_cache.reindex import reindex
 from teacher_cache.repair import repair
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import Change, ShardRecord, row_value, shard_key
 from teacher_cache.storage.texts import KEYS, TEXT
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import Encoded, TeacherOptions
 from teacher_cache.text_key import text_key
 from teacher_cache.verify import Verdict, verify
-from teacher_cache.view import SpaceView
 from tests.teacher_cache.small_caches import TOY, built, numbered, said
 from tests.teacher_cache.toy_variants import Variant
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from teacher_cache.build import BuildReport
-from teacher_cache.cache import TeacherCache
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
 from teacher_cache.text_key import text_keys
 from teacher_cache.tokens import token_columns
 from teacher_cache.tokens.request import TextTokens, TokenRequest
 from teacher_cache.tokens.token_columns import TokenColumns
-from teacher_cache.view import SpaceView
 from tests.teacher_cache.small_caches import TOY, built
 
 STATES_ONLY = TokenRequest()

@@ -35,9 +35,9 @@ from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
 from teacher_cache.storage.texts import TEXT, TextAppender, TextTable
+from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView, create_vectors
 from teacher_cache.text_key import KEY_RULE, text_keys
 from teacher_cache.tokens.token_columns import TokenRecord, create_array
-from teacher_cache.view import SPACES, SpaceRecord, SpaceView, create_vectors
 
 FORMAT_VERSION = 2
 SHARD_ROWS = 8192

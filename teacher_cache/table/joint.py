@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import CacheError
 from teacher_cache.storage.codec import NumberFormat, Stored, number_format
-from teacher_cache.view import SpaceView
+from teacher_cache.table.view import SpaceView
 
 
 class JointSpace:

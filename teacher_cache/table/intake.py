@@ -18,9 +18,9 @@ from teacher_cache.errors import DamagedCache
 from teacher_cache.storage.codec import cosine_errors
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.texts import TextTable
+from teacher_cache.table.view import SpaceView
 from teacher_cache.text_key import text_keys
 from teacher_cache.tokens.token_columns import ATTENTION, StoredTokens, TokenColumns
-from teacher_cache.view import SpaceView
 
 # What one teacher says of one text twice differs by rounding. all-MiniLM-L6-v2 in bfloat16: up to 1 - cos = 4e-5
 # between batches, 1e-4 to float32, lengths by 0.7 %. A prompt of one word moves every vector by 6e-3 or more.

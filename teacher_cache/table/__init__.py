@@ -1,0 +1,1 @@
+"""The table: rows are distinct texts, columns are embedding spaces."""
