@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from teacher_cache.align import STUDENT_LENGTH
+from teacher_cache.building.align import STUDENT_LENGTH
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.teachers.pieces import ignores_case, text_pieces
 from teacher_cache.tokens.alignment import METHODS, Alignment, align

@@ -42,8 +42,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.damage import SHARD_ROWS, TOY, Vectors, contents, damage_caches, vectors_of
-from teacher_cache import build as build_module
-from teacher_cache.build import build
+from teacher_cache.building import build as build_module
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound
 from teacher_cache.storage import texts as texts_module

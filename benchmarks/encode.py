@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from teacher_cache.build import BATCH_ROWS, build
+from teacher_cache.building.build import BATCH_ROWS, build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve, settle_dtype
 from teacher_cache.teachers.base import Teacher

@@ -34,12 +34,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.resources import PeakMemory, bytes_below
-from teacher_cache.build import Progress, build
+from teacher_cache.building.build import Progress, build
+from teacher_cache.building.workers import Answers, LocalWorkers
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
-from teacher_cache.workers import Answers, LocalWorkers
 
 SIZES = (20_000, 200_000, 2_000_000)
 QUICK_SIZES = (5_000, 20_000)

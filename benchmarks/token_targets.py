@@ -46,7 +46,7 @@ from distill.objectives import load_objective
 from distill.objectives.base import Objective, StudentShape, TeacherShape
 from distill.student import Student
 from distill.trainer import Distillation
-from teacher_cache.build import BuildReport, build
+from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.table.cache import TeacherCache

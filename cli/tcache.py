@@ -57,9 +57,9 @@ def build(
     **teacher: Any,
 ) -> None:
     """Fill the missing rows of one embedding space. Run it again to go on after anything."""
-    from teacher_cache.build import Progress
-    from teacher_cache.build import build as fill
-    from teacher_cache.workers import parse_workers
+    from teacher_cache.building.build import Progress
+    from teacher_cache.building.build import build as fill
+    from teacher_cache.building.workers import parse_workers
 
     tokens = tokens_of(columns, attention_layers)
     if token_storage is not None and tokens is None:
@@ -140,7 +140,7 @@ def plan(
     **teacher: Any,
 ) -> None:
     """Rows, tokens, gigabytes and hours of a build, without building."""
-    from teacher_cache.plan import plan as foretell
+    from teacher_cache.building.plan import plan as foretell
 
     tokens = tokens_of(columns, attention_layers)
     result = foretell(corpus_of(paths, text_key, domain_key), teacher_of(teacher), cache, tokens=tokens, probe=probe)
@@ -188,7 +188,7 @@ def align(
     trust_remote_code: bool,
 ) -> None:
     """Map the teacher's tokens onto a student's, once for all runs. Only the student's tokenizer is loaded."""
-    from teacher_cache.align import align_corpus
+    from teacher_cache.building.align import align_corpus
 
     with progress_bar() as update:
         result = align_corpus(

@@ -16,7 +16,7 @@ from distill.callbacks import TrainingProgress
 from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TrainingConfig
 from distill.run import run
 from distill.student import Student
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import MissingDependency
 from teacher_cache.teachers.base import TeacherOptions

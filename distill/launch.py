@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 
 from distill.errors import ConfigError, RunFolderError
 from distill.job import SECONDS_TO_STOP
+from teacher_cache.building.workers import RayWorkers, parse_workers, ray_session, shares
 from teacher_cache.errors import KnownError
-from teacher_cache.workers import RayWorkers, parse_workers, ray_session, shares
 
 # A process whose sweep was killed, or that was told to end, is gone by then.
 SECONDS_TO_WAIT = 2 * SECONDS_TO_STOP

@@ -22,7 +22,7 @@ from distill.internals import capture_internals
 from distill.objectives.base import Internals, Needs, StudentShape, TokenStates
 from distill.packing import Packing, is_packable, make_packable, packed_arguments
 from distill.pieces import in_order, pieces
-from teacher_cache.align import STUDENT_LENGTH
+from teacher_cache.building.align import STUDENT_LENGTH
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
 from teacher_cache.teachers.attention import make_recordable, watching

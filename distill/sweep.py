@@ -24,8 +24,8 @@ from distill.errors import ConfigError
 from distill.launch import Order, launcher
 from distill.report.comparison import setting, short_keys
 from distill.run_folder import is_finished
+from teacher_cache.building.workers import parse_workers
 from teacher_cache.errors import KnownError
-from teacher_cache.workers import parse_workers
 
 LONGEST_NAME = 100
 SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")

@@ -11,7 +11,7 @@ from distill.data.dataset import CachedDataset, require_pairs
 from distill.errors import ConfigError, NeedsNotMet
 from distill.objectives.base import Objective, TeacherShape
 from distill.student import Student
-from teacher_cache.align import AlignmentColumn, AlignmentSettings, kept_alignments
+from teacher_cache.building.align import AlignmentColumn, AlignmentSettings, kept_alignments
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace

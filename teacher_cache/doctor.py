@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import KnownError
 from teacher_cache.table.cache import TeacherCache

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from teacher_cache.build import Progress
+from teacher_cache.building.build import Progress
 from teacher_cache.errors import CacheError, SpaceMismatch
 from teacher_cache.storage.index import Change, quarantine_key
 from teacher_cache.storage.manifest import CorpusRecord, writing_domains, writing_manifest

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from teacher_cache.building.workers import EncodeWorker
 from teacher_cache.errors import DamagedCache
 from teacher_cache.inspection import Damage, Inspection, listed, restored
 from teacher_cache.space import LABELS
@@ -24,7 +25,6 @@ from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import resolve
 from teacher_cache.teachers.base import TeacherOptions
-from teacher_cache.workers import EncodeWorker
 
 # Largest 1 - cos between a stored row and what its teacher says again: bfloat16 differs by up to 4e-5 with the
 # batch it is computed in, `compact` storage by up to 1e-4.

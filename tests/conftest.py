@@ -69,7 +69,7 @@ def toy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "sentences": 400 records, 360 distinct texts. "few": 60 distinct texts, too few to hold any out. "pairs":
     100 records of two columns.
     """
-    from teacher_cache.build import build
+    from teacher_cache.building.build import build
     from teacher_cache.corpus.corpus import Corpus
     from teacher_cache.teachers.base import TeacherOptions
 

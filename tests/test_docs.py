@@ -184,8 +184,8 @@ def test_no_page_types_an_option_that_does_not_exist(page: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "report"),
     [
-        ("tcache-build", "teacher_cache.build:BuildReport"),
-        ("tcache-plan", "teacher_cache.plan:Plan"),
+        ("tcache-build", "teacher_cache.building.build:BuildReport"),
+        ("tcache-plan", "teacher_cache.building.plan:Plan"),
         ("tcache-verify", "teacher_cache.verify:Verdict"),
         ("tcache-export", "teacher_cache.transfer.exporter:ExportReport"),
         ("tcache-import", "teacher_cache.transfer.importer:ImportReport"),
@@ -198,7 +198,7 @@ def test_no_page_types_an_option_that_does_not_exist(page: Path) -> None:
         ("tcache-doctor", "teacher_cache.doctor:Finding"),
         ("distill-run", "distill.run:RunResult"),
         ("distill-demo", "distill.demo:DemoResult"),
-        ("tcache-align", "teacher_cache.align:AlignReport"),
+        ("tcache-align", "teacher_cache.building.align:AlignReport"),
     ],
 )
 def test_the_names_of_a_command_s_json_are_told(command: str, report: str) -> None:

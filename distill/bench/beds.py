@@ -20,7 +20,8 @@ from distill.registry import construct
 from distill.shapes import find_shape, is_shape
 from distill.student import student_shape
 from distill.targets import attention_layers, teacher_shape
-from teacher_cache.build import build
+from teacher_cache.building.build import build
+from teacher_cache.building.workers import LocalWorkers, Workers
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
@@ -28,7 +29,6 @@ from teacher_cache.teachers import TeacherOptions, resolve, token_shape
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.settings import asked_as
 from teacher_cache.tokens.request import TokenRequest
-from teacher_cache.workers import LocalWorkers, Workers
 
 # Batches of texts of one length, and texts of a corpus that a made-up teacher answers.
 BATCHES, CORPUS_TEXTS = 8, 4096

@@ -14,6 +14,7 @@ import torch
 
 from distill.config import StudentConfig
 from distill.shapes import find_shape, shape_config
+from teacher_cache.building.workers import Answers, Workers
 from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
 from teacher_cache.teachers.batching import BatchedEncoder
 from teacher_cache.teachers.folder import ModelFolder
@@ -21,7 +22,6 @@ from teacher_cache.teachers.loading import choose_device, loading
 from teacher_cache.teachers.pieces import text_pieces
 from teacher_cache.teachers.transformer import TransformerTeacher, encoder_arguments, loader, ready_encoder
 from teacher_cache.tokens.request import TextTokens, TokenRequest
-from teacher_cache.workers import Answers, Workers
 
 # Its class by the name that `TeacherOptions.backend` takes.
 BACKEND = "distill.bench.made_up:MadeUpTeacher"

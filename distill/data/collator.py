@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distill.errors import NeedsNotMet, StudentError
 from distill.objectives.base import Needs
-from teacher_cache.align import AlignmentColumn
+from teacher_cache.building.align import AlignmentColumn
 from teacher_cache.errors import TeacherError
 from teacher_cache.stream import Batch
 from teacher_cache.teachers.pieces import ignores_case, pieces_of, require_offsets

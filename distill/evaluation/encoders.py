@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from distill.errors import EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CacheNotFound, MissingRows
 from teacher_cache.reclaim import forget_corpus

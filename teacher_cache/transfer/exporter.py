@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.build import Progress
+from teacher_cache.building.build import Progress
 from teacher_cache.errors import CacheError, MissingDependency, MissingRows
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, sync_folder
 from teacher_cache.table.cache import TeacherCache

@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.build import READ_RECORDS, Progress, ingest
+from teacher_cache.building.build import READ_RECORDS, Progress, ingest
 from teacher_cache.corpus.corpus import Corpus, corpus_name
 from teacher_cache.errors import CacheError, CorpusError, SpaceMismatch
 from teacher_cache.storage.codec import number_format

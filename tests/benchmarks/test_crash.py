@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import crash, damage
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.repair import repair
 from teacher_cache.storage.codec import FORMATS

@@ -93,7 +93,7 @@ def test_a_space_of_other_fields_is_refused_with_both_values(short_run: list[str
 def test_a_corpus_with_missing_rows_is_refused(short_run: list[str], toy_cache: Path, tmp_path: Path) -> None:
     import shutil
 
-    from teacher_cache.build import build
+    from teacher_cache.building.build import build
     from teacher_cache.corpus.corpus import Corpus
     from teacher_cache.teachers.base import TeacherOptions
 

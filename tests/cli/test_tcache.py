@@ -417,7 +417,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     def stopped(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("teacher_cache.build.ingest", stopped)
+    monkeypatch.setattr("teacher_cache.building.build.ingest", stopped)
     result = run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c")
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "stopped; what was committed is kept, and the same command goes on"

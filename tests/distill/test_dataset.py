@@ -15,7 +15,7 @@ from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset, ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, RunFolderError
-from teacher_cache.build import build, ingest
+from teacher_cache.building.build import build, ingest
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.shuffle import WindowedShuffle

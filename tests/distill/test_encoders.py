@@ -12,8 +12,8 @@ from distill.evaluation import encoders
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT
 from distill.evaluation.encoders import CachedEncoder, ModelEncoder, Room, asked_by_role
 from distill.evaluation.evaluator import encode_all
-from teacher_cache import workers
-from teacher_cache.build import build
+from teacher_cache.building import workers
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound, MissingRows, SpaceMismatch
 from teacher_cache.table.cache import TeacherCache

@@ -29,7 +29,7 @@ from distill.sharpness.mixin import SharpnessMixin
 from distill.student import Student
 from distill.targets import teacher_shape
 from distill.trainer import Distillation
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import MissingRows
 from teacher_cache.table.cache import TeacherCache

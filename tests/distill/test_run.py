@@ -23,7 +23,7 @@ from distill.objectives.talas import Talas
 from distill.run import check_run, run
 from distill.student import Student, student_shape
 from distill.targets import Targets
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusNotFound, DiskFull, KnownError, SpaceNotFound
 from teacher_cache.table.cache import TeacherCache

@@ -19,7 +19,7 @@ from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.trainer import DistillTrainer
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.shuffle import WindowedShuffle
 from teacher_cache.teachers.base import TeacherOptions

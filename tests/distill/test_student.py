@@ -9,7 +9,7 @@ from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.objectives.base import Needs
 from distill.student import Student
-from teacher_cache.align import STUDENT_LENGTH
+from teacher_cache.building.align import STUDENT_LENGTH
 from tests.teacher_cache import tiny_teachers
 
 TEXTS = ["the cat sat", "a river ran through the old town and the sea", "dogs", "sea sea sea"]

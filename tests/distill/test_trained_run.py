@@ -15,7 +15,7 @@ from distill.errors import RunFolderError
 from distill.run import run
 from distill.student import Student
 from distill.trained_run import TrainedRun
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.teachers.base import TeacherOptions
 from tests.distill.tiny_runs import tiny_config

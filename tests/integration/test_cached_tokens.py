@@ -16,7 +16,7 @@ from distill.objectives import OBJECTIVES, load_objective
 from distill.objectives.base import StudentShape, TeacherShape
 from distill.run import run
 from distill.trainer import Distillation
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import SpaceMismatch
 from teacher_cache.teachers import TeacherOptions

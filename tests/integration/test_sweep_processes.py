@@ -178,7 +178,7 @@ def test_ctrl_c_ends_the_runs_too(toy_cache: Path, tiny_student: Path, tmp_path:
 
 def test_a_sweep_needs_no_teacher(tiny_student: Path, tmp_path: Path) -> None:
     """Once its vectors are cached, the teacher's folder may be gone."""
-    from teacher_cache.build import build
+    from teacher_cache.building.build import build
     from teacher_cache.corpus.corpus import Corpus
     from teacher_cache.teachers.base import TeacherOptions
     from tests.conftest import varied_texts

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.build import BuildReport, build
+from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView

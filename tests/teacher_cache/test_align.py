@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache.align import AlignmentSettings, align_corpus, kept_alignments
-from teacher_cache.build import build
+from teacher_cache.building.align import AlignmentSettings, align_corpus, kept_alignments
+from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import DamagedCache, MissingRows, TeacherError
 from teacher_cache.space import EmbeddingSpace

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_cache import build as build_module
-from teacher_cache import workers as workers_module
-from teacher_cache.build import BuildReport, Progress, build
+from teacher_cache.building import build as build_module
+from teacher_cache.building import workers as workers_module
+from teacher_cache.building.build import BuildReport, Progress, build
+from teacher_cache.building.workers import Answers, LocalWorkers, Workers
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CorpusError, DiskFull, TeacherError
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
 from teacher_cache.verify import verify
-from teacher_cache.workers import Answers, LocalWorkers, Workers
 from tests.teacher_cache.small_caches import (
     TOY,
     built,
@@ -414,7 +414,7 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path: Path, monkeypatc
 
 KILLED = """
 import sys
-from teacher_cache import build as build_module
+from teacher_cache.building import build as build_module
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
 from tests.teacher_cache.toy_variants import Logged

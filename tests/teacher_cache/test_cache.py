@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.errors import (
     CacheError,
     CacheNotFound,

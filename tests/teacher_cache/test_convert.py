@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 from teacher_cache import convert as conversion
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.convert import convert
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache
 from teacher_cache.reclaim import reclaim

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teacher_cache.build import BuildReport, build
+from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus import corpus as corpus_module
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CorpusError, DamagedCache

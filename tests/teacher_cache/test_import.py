@@ -541,7 +541,7 @@ def test_an_import_that_is_cut_off_goes_on(
 KILLED = """
 import sys
 import time
-from teacher_cache import build
+from teacher_cache.building import build
 from teacher_cache.table import intake
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.transfer import importer

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teacher_cache import merge as merge_module
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, SpaceMismatch
 from teacher_cache.merge import MergeReport, merge
 from teacher_cache.space import EmbeddingSpace

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.convert import convert
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusNotFound, SpaceNotFound
 from teacher_cache.reclaim import ReclaimReport, reclaim

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teacher_cache import reindex as reindex_module
-from teacher_cache.build import build
+from teacher_cache.building.build import build
 from teacher_cache.convert import convert
 from teacher_cache.errors import CacheLocked, CacheNotFound, FormatVersionError
 from teacher_cache.reindex import ReindexReport, reindex

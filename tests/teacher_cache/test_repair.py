@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache.build import BuildReport, build
+from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusError, DamagedCache
 from teacher_cache.reindex import reindex

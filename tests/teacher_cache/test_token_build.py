@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_cache import build as build_module
-from teacher_cache import pending
-from teacher_cache.build import BuildReport, Progress, build
+from teacher_cache.building import build as build_module
+from teacher_cache.building import pending
+from teacher_cache.building.build import BuildReport, Progress, build
+from teacher_cache.building.plan import plan
+from teacher_cache.building.workers import Answers, LocalWorkers, Workers
 from teacher_cache.errors import CacheError, SpaceMismatch, TeacherError
 from teacher_cache.info import describe
-from teacher_cache.plan import plan
 from teacher_cache.seal import seal
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
@@ -31,7 +32,6 @@ from teacher_cache.teachers.base import Encoded
 from teacher_cache.tokens.request import TokenRequest
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, TOKEN_FORMATS
 from teacher_cache.verify import verify
-from teacher_cache.workers import Answers, LocalWorkers, Workers
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, passing_folder, unequal_rows
 from tests.teacher_cache.token_caches import (
     LAYERS,
@@ -338,7 +338,7 @@ def test_a_first_build_cut_off_between_its_files_shows_nothing_and_goes_on(
 
 KILLED = """
 import sys
-from teacher_cache import build as build_module
+from teacher_cache.building import build as build_module
 from teacher_cache.tokens import token_columns
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.corpus.corpus import Corpus
@@ -451,7 +451,7 @@ def test_a_sealed_copy_tells_of_token_columns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ray_workers_bring_tokens_too(tmp_path: Path) -> None:
-    from teacher_cache.workers import RayWorkers
+    from teacher_cache.building.workers import RayWorkers
 
     path, report = token_cache(tmp_path, TEXTS, workers=RayWorkers(2))
     assert outcome(report) == (20, 0, 20, 0, 20)

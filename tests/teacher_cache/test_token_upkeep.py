@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache.build import BuildReport
+from teacher_cache.building.build import BuildReport
 from teacher_cache.convert import convert
 from teacher_cache.errors import DamagedCache
 from teacher_cache.merge import merge

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teacher_cache import workers as workers_module
+from teacher_cache.building import workers as workers_module
+from teacher_cache.building.workers import LocalWorkers, RayWorkers, Workers, _Crew, parse_workers, shares
 from teacher_cache.errors import MissingDependency, TeacherError, WorkerError
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
 from teacher_cache.teachers.base import Encoded
-from teacher_cache.workers import LocalWorkers, RayWorkers, Workers, _Crew, parse_workers, shares
 from tests.teacher_cache.small_caches import TOY, built, numbered, said
 from tests.teacher_cache.toy_variants import DiesAlways, DiesOnce, Refuses
 
@@ -203,7 +203,7 @@ def test_a_ray_of_our_own_listens_on_this_machine_only_and_is_ended_afterwards(t
     script = f"""
 import sys
 from pathlib import Path
-from teacher_cache.workers import RayWorkers
+from teacher_cache.building.workers import RayWorkers
 from tests.teacher_cache.small_caches import built, numbered
 
 class Watched(RayWorkers):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teacher_cache.build import BuildReport
+from teacher_cache.building.build import BuildReport
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve

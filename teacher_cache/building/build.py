@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from teacher_cache.building.pending import OpenShard, OpenTokens, batches, missing_by_shard, new_vectors
+from teacher_cache.building.workers import LocalWorkers, Workers
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError
-from teacher_cache.pending import OpenShard, OpenTokens, batches, missing_by_shard, new_vectors
 from teacher_cache.storage.codec import number_format
 from teacher_cache.storage.manifest import (
     CorpusRecord,
@@ -40,7 +41,6 @@ from teacher_cache.tokens.token_columns import (
     checked_layers,
     token_format,
 )
-from teacher_cache.workers import LocalWorkers, Workers
 
 # Records read at a time, and texts given to a worker at a time.
 READ_RECORDS = 8192
