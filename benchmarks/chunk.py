@@ -25,7 +25,7 @@ import numpy.typing as npt
 from numcodecs import blosc
 
 from benchmarks.own import publish_rows, space_of, write_rows
-from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.reading.shuffle import WindowedShuffle
 from teacher_cache.storage.positioned import read_all
 from teacher_cache.storage.shards import READ_CHUNKS
 from teacher_cache.table.cache import TeacherCache

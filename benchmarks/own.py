@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from benchmarks.peers.base import BATCH, Contender, ShardWriter
 from benchmarks.vectors import Float16, blocks_of
-from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.reading.shuffle import WindowedShuffle
+from teacher_cache.reading.stream import WindowedReader
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import cosine_errors, number_format
 from teacher_cache.storage.index import Change, row_value, shard_key
 from teacher_cache.storage.manifest import CorpusRecord, Source, writing_manifest
-from teacher_cache.stream import WindowedReader
 from teacher_cache.table.cache import SHARD_ROWS, TeacherCache
 from teacher_cache.table.view import SpaceView, create_vectors
 

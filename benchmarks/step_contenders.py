@@ -22,7 +22,7 @@ from distill.callbacks import cycle_means
 from distill.config import RunConfig, SharpnessConfig, StudentConfig
 from distill.student import student_shape
 from teacher_cache.corpus.corpus import Corpus
-from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.reading.shuffle import WindowedShuffle
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.transfer.importer import import_vectors
 

@@ -48,7 +48,7 @@ from distill.student import Student
 from distill.trainer import Distillation
 from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus.corpus import Corpus
-from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.reading.shuffle import WindowedShuffle
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, resolve, token_shape
 from teacher_cache.tokens.request import TokenRequest

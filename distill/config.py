@@ -16,7 +16,7 @@ from typing import Any, Union
 import yaml
 
 from distill.errors import ConfigError
-from teacher_cache.shuffle import WINDOW
+from teacher_cache.reading.shuffle import WINDOW
 from teacher_cache.space import EmbeddingSpace
 
 # Records shuffled together where a record is kilobytes of token states.

@@ -20,7 +20,7 @@ from distill.objectives.base import (
 )
 from distill.student import AttentionMaps, token_states
 from distill.targets import require_tokens
-from teacher_cache.stream import Batch
+from teacher_cache.reading.stream import Batch
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
 from teacher_cache.table.view import SpaceView

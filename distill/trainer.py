@@ -33,7 +33,7 @@ from distill.sharpness.mixin import SharpnessMixin
 from distill.student import Student
 from distill.validation import Validation
 from teacher_cache.errors import DiskFull
-from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.reading.shuffle import WindowedShuffle
 
 
 class Distillation(nn.Module):

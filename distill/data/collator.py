@@ -14,7 +14,7 @@ from distill.errors import NeedsNotMet, StudentError
 from distill.objectives.base import Needs
 from teacher_cache.building.align import AlignmentColumn
 from teacher_cache.errors import TeacherError
-from teacher_cache.stream import Batch
+from teacher_cache.reading.stream import Batch
 from teacher_cache.teachers.pieces import ignores_case, pieces_of, require_offsets
 from teacher_cache.tokens.alignment import Alignment, align, dense
 from teacher_cache.tokens.request import ID, ROLE, TEXT, TextTokens

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 
 from distill.errors import ConfigError, RunFolderError
 from teacher_cache.errors import DamagedCache, MissingRows
-from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.reading.shuffle import WindowedShuffle
+from teacher_cache.reading.stream import Batch, WindowedReader
 from teacher_cache.storage.manifest import Manifest
-from teacher_cache.stream import Batch, WindowedReader
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
 from teacher_cache.table.view import SpaceView

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from distill.data.dataset import ShuffledDataset
-from teacher_cache.stream import Batch
+from teacher_cache.reading.stream import Batch
 
 
 class PrefetchedBatches(Dataset[Any]):

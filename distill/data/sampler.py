@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.reading.shuffle import WindowedShuffle
 
 
 class StreamingSampler(Sampler[list[int]]):

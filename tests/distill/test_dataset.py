@@ -18,8 +18,8 @@ from distill.errors import ConfigError, RunFolderError
 from teacher_cache.building.build import build, ingest
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import DamagedCache, MissingRows
-from teacher_cache.shuffle import WindowedShuffle
-from teacher_cache.stream import Batch
+from teacher_cache.reading.shuffle import WindowedShuffle
+from teacher_cache.reading.stream import Batch
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions

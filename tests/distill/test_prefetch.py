@@ -19,8 +19,8 @@ from distill.data.prefetch import PrefetchedBatches, as_it_is
 from distill.data.sampler import StreamingSampler
 from distill.trainer import DistillTrainer
 from teacher_cache.errors import DamagedCache
-from teacher_cache.shuffle import WindowedShuffle
-from teacher_cache.stream import Batch
+from teacher_cache.reading.shuffle import WindowedShuffle
+from teacher_cache.reading.stream import Batch
 from teacher_cache.table.cache import TeacherCache
 from tests.distill.tiny_runs import Stopped, parts, stop_at, tiny_config
 

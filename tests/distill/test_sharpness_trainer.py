@@ -21,7 +21,7 @@ from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.trainer import DistillTrainer
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
-from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.reading.shuffle import WindowedShuffle
 from teacher_cache.teachers.base import TeacherOptions
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import Parts, Stopped, metrics, parts, stop_at, tiny_config

@@ -16,7 +16,7 @@ from distill.errors import ConfigError, NonFiniteLoss
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.sharpness import SharpnessAware
 from distill.trainer import DistillTrainer
-from teacher_cache.shuffle import WindowedShuffle
+from teacher_cache.reading.shuffle import WindowedShuffle
 from tests.distill.tiny_runs import Parts, Stopped, metrics, parts, stop_at, tiny_config
 from tests.reference_loop import train as reference
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from teacher_cache.errors import CacheError, MissingRows
-from teacher_cache.shuffle import WindowedShuffle
-from teacher_cache.stream import WindowedReader
+from teacher_cache.reading.shuffle import WindowedShuffle
+from teacher_cache.reading.stream import WindowedReader
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
 from teacher_cache.teachers.base import TeacherOptions

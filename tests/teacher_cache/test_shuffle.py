@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_cache.shuffle import BLOCK, BlockPermutation, WindowedShuffle
+from teacher_cache.reading.shuffle import BLOCK, BlockPermutation, WindowedShuffle
 
 Numbers = npt.NDArray[np.int64]
 

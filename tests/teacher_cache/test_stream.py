@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from teacher_cache.errors import DamagedCache, MissingRows
-from teacher_cache.shuffle import WindowedShuffle
-from teacher_cache.stream import Batch, WindowedReader
+from teacher_cache.reading.shuffle import WindowedShuffle
+from teacher_cache.reading.stream import Batch, WindowedReader
 from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import built, numbered, said
 

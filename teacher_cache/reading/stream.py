@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import MissingRows
-from teacher_cache.shuffle import Numbers, WindowedShuffle
+from teacher_cache.reading.shuffle import Numbers, WindowedShuffle
 from teacher_cache.storage.codec import Stored
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace

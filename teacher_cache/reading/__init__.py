@@ -1,0 +1,1 @@
+"""Reading the table in shuffled order."""
