@@ -46,12 +46,12 @@ from teacher_cache.building import build as build_module
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage import texts as texts_module
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
-from teacher_cache.verify import verify
 
 # Texts of one corpus, and corpora of one cache; neighbours share half of their texts.
 TEXTS = 400

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
-from teacher_cache.reindex import reindex
-from teacher_cache.repair import repair
+from teacher_cache.maintenance.rebuild import reindex
+from teacher_cache.maintenance.repair import repair
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.table.cache import INDEX, TeacherCache
 from teacher_cache.teachers.base import TeacherOptions
-from teacher_cache.verify import verify
 
 TOY = TeacherOptions(model="toy")
 SHARD_ROWS = 64

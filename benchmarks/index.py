@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
-from teacher_cache.seal import seal
+from teacher_cache.maintenance.seal import seal
 from teacher_cache.storage.environment import DATA
 from teacher_cache.storage.index import Index
 from teacher_cache.table.cache import TeacherCache

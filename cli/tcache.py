@@ -223,7 +223,7 @@ def align(
 @common_options
 def info(cache: Path) -> None:
     """What is in a cache."""
-    from teacher_cache.info import describe
+    from teacher_cache.maintenance.info import describe
 
     record = describe(cache)
 
@@ -264,7 +264,7 @@ def info(cache: Path) -> None:
 @common_options
 def get(cache: Path, texts: tuple[str, ...], space: str | None) -> None:
     """Look texts up: their rows and what the teacher said."""
-    from teacher_cache.info import look_up
+    from teacher_cache.maintenance.info import look_up
 
     found = look_up(cache, texts, space)
 
@@ -290,7 +290,7 @@ def get(cache: Path, texts: tuple[str, ...], space: str | None) -> None:
 @common_options
 def doctor() -> None:
     """Check this machine: libraries, devices, memory, and a small build from end to end."""
-    from teacher_cache.doctor import examine
+    from teacher_cache.maintenance.doctor import examine
 
     findings = examine()
     emit(

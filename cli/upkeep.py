@@ -17,7 +17,7 @@ from cli.options import STORAGE, cache_argument, corpus_of, optional_teacher, sp
 @common_options
 def verify(cache: Path, deep: bool, every: int | None, **teacher: Any) -> None:
     """Check every promise of the index; exit 3 when one is broken. With --teacher, some rows are encoded again."""
-    from teacher_cache.verify import verify as check
+    from teacher_cache.maintenance.verify import verify as check
 
     asked = [name for name, value in teacher.items() if value not in (None, False, "auto")]
     if (every is not None or asked) and teacher["model"] is None:
@@ -54,7 +54,7 @@ def verify(cache: Path, deep: bool, every: int | None, **teacher: Any) -> None:
 @common_options
 def repair(cache: Path, paths: tuple[str, ...], text_key: str) -> None:
     """Mend what a deep check finds; exit 3 when something is left. Damaged files are kept in CACHE/damaged."""
-    from teacher_cache.repair import repair as mend
+    from teacher_cache.maintenance.repair import repair as mend
 
     with progress_bar() as update:
         result = mend(
@@ -82,7 +82,7 @@ def repair(cache: Path, paths: tuple[str, ...], text_key: str) -> None:
 @common_options
 def reindex(cache: Path) -> None:
     """Make a lost index again from the shards; exit 3 when something had to be left out."""
-    from teacher_cache.reindex import reindex as make
+    from teacher_cache.maintenance.rebuild import reindex as make
 
     with progress_bar() as update:
         result = make(cache, report=lambda done, total: update("reading shards", done, total, ""))
@@ -107,7 +107,7 @@ def reindex(cache: Path) -> None:
 @common_options
 def gc(cache: Path, spaces: tuple[str, ...], corpora: tuple[str, ...], dry_run: bool) -> None:
     """Remove leftovers, damaged files, old copies, and the spaces and corpora that are named."""
-    from teacher_cache.reclaim import reclaim
+    from teacher_cache.maintenance.gc import reclaim
 
     result = reclaim(cache, spaces=spaces, corpora=corpora, dry_run=dry_run)
 
@@ -124,7 +124,7 @@ def gc(cache: Path, spaces: tuple[str, ...], corpora: tuple[str, ...], dry_run: 
 @common_options
 def seal(cache: Path) -> None:
     """Copy the index for those who may not write to it: other machines, read-only mounts, other users."""
-    from teacher_cache.seal import seal as copy
+    from teacher_cache.maintenance.seal import seal as copy
 
     sealed = copy(cache)
     emit(

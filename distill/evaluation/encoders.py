@@ -16,7 +16,7 @@ from distill.evaluation.base import DOCUMENT, QUERY, TEXT
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CacheNotFound, MissingRows
-from teacher_cache.reclaim import forget_corpus
+from teacher_cache.maintenance.gc import forget_corpus
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.intake import excerpt

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import crash, damage
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
-from teacher_cache.repair import repair
+from teacher_cache.maintenance.repair import repair
 from teacher_cache.storage.codec import FORMATS
 
 # Each goes on where the one before was killed: making the cache, texts, publishing the corpus, vectors.

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.table.cache import TeacherCache
-from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import SHARD_ROWS, numbered
 
 TEXTS = numbered(20)

@@ -21,6 +21,7 @@ from teacher_cache.errors import (
     SpaceMismatch,
     SpaceNotFound,
 )
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage import shards
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.shards import ShardedArray
@@ -29,7 +30,6 @@ from teacher_cache.table import cache as cache_module
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, resolve
-from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said, unequal_rows
 
 TEXTS = numbered(20)

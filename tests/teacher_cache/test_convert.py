@@ -11,12 +11,12 @@ from teacher_cache import convert as conversion
 from teacher_cache.building.build import build
 from teacher_cache.convert import convert
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache
-from teacher_cache.reclaim import reclaim
-from teacher_cache.repair import repair
+from teacher_cache.maintenance.gc import reclaim
+from teacher_cache.maintenance.repair import repair
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.codec import FORMATS, number_format
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
-from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said
 
 TEXTS = numbered(43)

@@ -17,14 +17,14 @@ from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus import corpus as corpus_module
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CorpusError, DamagedCache
-from teacher_cache.info import describe
+from teacher_cache.maintenance.gc import reclaim
+from teacher_cache.maintenance.info import describe
+from teacher_cache.maintenance.rebuild import reindex
+from teacher_cache.maintenance.repair import repair
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.merge import merge
-from teacher_cache.reclaim import reclaim
-from teacher_cache.reindex import reindex
-from teacher_cache.repair import repair
 from teacher_cache.storage.manifest import CorpusRecord
 from teacher_cache.table.cache import TeacherCache
-from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import SHARD_ROWS, TOY, passing_folder
 
 TEXTS = ["a train", "a boat", "a train", "a plane"]

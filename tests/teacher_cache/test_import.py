@@ -23,6 +23,7 @@ from teacher_cache.errors import (
     KnownError,
     SpaceMismatch,
 )
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import FORMATS as NUMBER_FORMATS
 from teacher_cache.table import intake
@@ -33,7 +34,6 @@ from teacher_cache.transfer import FORMATS, exporter, importer
 from teacher_cache.transfer.exporter import export
 from teacher_cache.transfer.foreign import foreign_space
 from teacher_cache.transfer.importer import import_vectors
-from teacher_cache.verify import verify
 from tests.teacher_cache.copies import (
     RECORDS,
     TEXTS,

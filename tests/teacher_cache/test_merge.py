@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from teacher_cache import merge as merge_module
 from teacher_cache.building.build import build
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, SpaceMismatch
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.merge import MergeReport, merge
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import FORMATS
@@ -26,7 +27,6 @@ from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.transfer.exporter import export
 from teacher_cache.transfer.importer import import_vectors
-from teacher_cache.verify import verify
 from tests.teacher_cache.copies import all_vectors, files, killed_until_done, npy, same_vectors, worst_error
 from tests.teacher_cache.small_caches import TOY, corpus_of, numbered, passing_folder, said
 from tests.teacher_cache.toy_variants import BadVectors

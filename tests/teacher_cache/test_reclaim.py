@@ -15,12 +15,12 @@ import pytest
 from teacher_cache.building.build import build
 from teacher_cache.convert import convert
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusNotFound, SpaceNotFound
-from teacher_cache.reclaim import ReclaimReport, reclaim
-from teacher_cache.repair import repair
+from teacher_cache.maintenance.gc import ReclaimReport, reclaim
+from teacher_cache.maintenance.repair import repair
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.index import Change
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
-from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, unequal_rows
 from tests.teacher_cache.toy_variants import BadVectors
 
@@ -214,7 +214,7 @@ def test_what_is_not_there_is_named_before_anything_is_removed(path: Path) -> No
 
 KILLED = """
 import os, shutil, signal, sys
-from teacher_cache.reclaim import reclaim
+from teacher_cache.maintenance.gc import reclaim
 real, at, calls = getattr(os, sys.argv[3]), int(sys.argv[4]), 0
 def cut_off(*arguments, **more):
     global calls

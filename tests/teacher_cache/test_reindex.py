@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_cache import reindex as reindex_module
 from teacher_cache.building.build import build
 from teacher_cache.convert import convert
 from teacher_cache.errors import CacheLocked, CacheNotFound, FormatVersionError
-from teacher_cache.reindex import ReindexReport, reindex
-from teacher_cache.repair import repair
+from teacher_cache.maintenance import rebuild as reindex_module
+from teacher_cache.maintenance.rebuild import ReindexReport, reindex
+from teacher_cache.maintenance.repair import repair
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.texts import KEYS, TEXT
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
-from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, passing_folder
 from tests.teacher_cache.toy_variants import BadVectors
 
@@ -336,7 +336,7 @@ def test_a_gap_of_texts_and_keys_keeps_the_rows_behind_it(path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from teacher_cache import reindex as module
+from teacher_cache.maintenance import rebuild as module
 from teacher_cache.storage.index import Index
 name, at, calls = sys.argv[2], int(sys.argv[3]), 0
 owner = {"commit": Index, "rename": os, "sync_folder": module}[name]

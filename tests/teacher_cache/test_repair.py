@@ -12,15 +12,15 @@ import pytest
 from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusError, DamagedCache
-from teacher_cache.reindex import reindex
-from teacher_cache.repair import RepairReport, repair
+from teacher_cache.maintenance.rebuild import reindex
+from teacher_cache.maintenance.repair import RepairReport, repair
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import Change, row_value, shard_key
 from teacher_cache.storage.texts import KEYS, TEXT
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.text_key import text_key
-from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said
 
 TEXTS = numbered(20)

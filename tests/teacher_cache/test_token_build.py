@@ -23,15 +23,15 @@ from teacher_cache.building.build import BuildReport, Progress, build
 from teacher_cache.building.plan import plan
 from teacher_cache.building.workers import Answers, LocalWorkers, Workers
 from teacher_cache.errors import CacheError, SpaceMismatch, TeacherError
-from teacher_cache.info import describe
-from teacher_cache.seal import seal
+from teacher_cache.maintenance.info import describe
+from teacher_cache.maintenance.seal import seal
+from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, TeacherSpec
 from teacher_cache.teachers.base import Encoded
 from teacher_cache.tokens.request import TokenRequest
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, TOKEN_FORMATS
-from teacher_cache.verify import verify
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, passing_folder, unequal_rows
 from tests.teacher_cache.token_caches import (
     LAYERS,

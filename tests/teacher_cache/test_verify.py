@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from teacher_cache.errors import CacheNotFound, DamagedCache, SpaceMismatch, SpaceNotFound
-from teacher_cache.reindex import reindex
-from teacher_cache.repair import repair
+from teacher_cache.maintenance.rebuild import reindex
+from teacher_cache.maintenance.repair import repair
+from teacher_cache.maintenance.verify import Verdict, verify
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.storage.index import Change, ShardRecord, row_value, shard_key
 from teacher_cache.storage.texts import KEYS, TEXT
@@ -20,7 +21,6 @@ from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import Encoded, TeacherOptions
 from teacher_cache.text_key import text_key
-from teacher_cache.verify import Verdict, verify
 from tests.teacher_cache.small_caches import TOY, built, numbered, said
 from tests.teacher_cache.toy_variants import Variant
 
@@ -436,7 +436,7 @@ def test_a_teacher_is_asked_for_every_nth_row_again(path: Path) -> None:
 
 def test_about_a_thousand_rows_are_asked_for_unless_told_otherwise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verify(path, teacher=TOY).asked == 20
-    monkeypatch.setattr("teacher_cache.verify.ASKED_ROWS", 4)
+    monkeypatch.setattr("teacher_cache.maintenance.verify.ASKED_ROWS", 4)
     assert verify(path, teacher=TOY).asked == 4  # every fifth
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from teacher_cache.building.workers import EncodeWorker
 from teacher_cache.errors import DamagedCache
-from teacher_cache.inspection import Damage, Inspection, listed, restored
+from teacher_cache.maintenance.inspection import Damage, Inspection, listed, restored
 from teacher_cache.space import LABELS
 from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.codec import cosine_errors

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from teacher_cache.errors import CorpusNotFound, SpaceNotFound
-from teacher_cache.repair import DAMAGED
+from teacher_cache.maintenance.repair import DAMAGED
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, replacing, sync_folder
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.storage.manifest import CORPORA

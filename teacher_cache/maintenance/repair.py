@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound, DamagedCache, KnownError
-from teacher_cache.inspection import Damage, Inspection, wrong_domains
-from teacher_cache.metadata import restore_metadata
+from teacher_cache.maintenance.inspection import Damage, Inspection, wrong_domains
+from teacher_cache.maintenance.metadata import restore_metadata
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.files import make_folder, sync_folder
 from teacher_cache.storage.index import Change, ShardRecord, shard_key

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from teacher_cache.errors import DamagedCache, FormatVersionError
-from teacher_cache.inspection import unreadable
+from teacher_cache.maintenance.inspection import unreadable
 from teacher_cache.storage.codec import number_format
 from teacher_cache.storage.files import make_folder, replacing
 from teacher_cache.storage.index import Index

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache, FormatVersionError
-from teacher_cache.inspection import fingerprint_of, vectors_sound, wrong_domains
-from teacher_cache.metadata import restore_cache_json
-from teacher_cache.repair import set_aside
+from teacher_cache.maintenance.inspection import fingerprint_of, vectors_sound, wrong_domains
+from teacher_cache.maintenance.metadata import restore_cache_json
+from teacher_cache.maintenance.repair import set_aside
 from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, sync_folder
 from teacher_cache.storage.index import Change, Index, ShardRecord, shard_key

@@ -1,0 +1,1 @@
+"""Checks, repair and care of a cache folder."""
