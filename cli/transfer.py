@@ -115,7 +115,7 @@ def import_(
 @common_options
 def merge(sources: tuple[Path, ...], into: Path) -> None:
     """Join caches without a teacher. Run it again to go on after anything."""
-    from teacher_cache.merge import merge as join
+    from teacher_cache.transfer.merge import merge as join
 
     with progress_bar() as update:
         result = join(sources, into, report=lambda p: update(p.phase, p.done, p.total, p.space))

@@ -140,7 +140,7 @@ def seal(cache: Path) -> None:
 @common_options
 def convert(cache: Path, storage: str, space: str | None) -> None:
     """Store a space in another number format, without the teacher."""
-    from teacher_cache.convert import convert as store_as
+    from teacher_cache.transfer.convert import convert as store_as
 
     with progress_bar() as update:
         result = store_as(cache, storage, space, lambda done, total: update("converting vectors", done, total, ""))

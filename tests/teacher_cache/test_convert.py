@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import zarr
 
-from teacher_cache import convert as conversion
 from teacher_cache.building.build import build
-from teacher_cache.convert import convert
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache
 from teacher_cache.maintenance.gc import reclaim
 from teacher_cache.maintenance.repair import repair
@@ -17,6 +15,8 @@ from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.codec import FORMATS, number_format
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
+from teacher_cache.transfer import convert as conversion
+from teacher_cache.transfer.convert import convert
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said
 
 TEXTS = numbered(43)

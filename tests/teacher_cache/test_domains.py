@@ -22,9 +22,9 @@ from teacher_cache.maintenance.info import describe
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import repair
 from teacher_cache.maintenance.verify import verify
-from teacher_cache.merge import merge
 from teacher_cache.storage.manifest import CorpusRecord
 from teacher_cache.table.cache import TeacherCache
+from teacher_cache.transfer.merge import merge
 from tests.teacher_cache.small_caches import SHARD_ROWS, TOY, passing_folder
 
 TEXTS = ["a train", "a boat", "a train", "a plane"]

@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_cache import merge as merge_module
 from teacher_cache.building.build import build
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, SpaceMismatch
 from teacher_cache.maintenance.verify import verify
-from teacher_cache.merge import MergeReport, merge
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import FORMATS
 from teacher_cache.table import intake
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, resolve
+from teacher_cache.transfer import merge as merge_module
 from teacher_cache.transfer.exporter import export
 from teacher_cache.transfer.importer import import_vectors
+from teacher_cache.transfer.merge import MergeReport, merge
 from tests.teacher_cache.copies import all_vectors, files, killed_until_done, npy, same_vectors, worst_error
 from tests.teacher_cache.small_caches import TOY, corpus_of, numbered, passing_folder, said
 from tests.teacher_cache.toy_variants import BadVectors
@@ -400,7 +400,7 @@ KILLED = """
 import sys
 import time
 from teacher_cache.table.cache import TeacherCache
-from teacher_cache.merge import merge
+from teacher_cache.transfer.merge import merge
 from teacher_cache.table.view import SpaceView
 
 write = SpaceView.write

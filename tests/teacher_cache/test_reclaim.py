@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from teacher_cache.building.build import build
-from teacher_cache.convert import convert
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusNotFound, SpaceNotFound
 from teacher_cache.maintenance.gc import ReclaimReport, reclaim
 from teacher_cache.maintenance.repair import repair
@@ -21,6 +20,7 @@ from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.index import Change
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
+from teacher_cache.transfer.convert import convert
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, unequal_rows
 from tests.teacher_cache.toy_variants import BadVectors
 

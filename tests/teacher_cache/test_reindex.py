@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teacher_cache.building.build import build
-from teacher_cache.convert import convert
 from teacher_cache.errors import CacheLocked, CacheNotFound, FormatVersionError
 from teacher_cache.maintenance import rebuild as reindex_module
 from teacher_cache.maintenance.rebuild import ReindexReport, reindex
@@ -26,6 +25,7 @@ from teacher_cache.storage.index import Index
 from teacher_cache.storage.texts import KEYS, TEXT
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
+from teacher_cache.transfer.convert import convert
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, passing_folder
 from tests.teacher_cache.toy_variants import BadVectors
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from teacher_cache.building.build import BuildReport
-from teacher_cache.convert import convert
 from teacher_cache.errors import DamagedCache
 from teacher_cache.maintenance.gc import reclaim
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import repair
 from teacher_cache.maintenance.verify import verify
-from teacher_cache.merge import merge
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES
+from teacher_cache.transfer.convert import convert
 from teacher_cache.transfer.exporter import export
+from teacher_cache.transfer.merge import merge
 from tests.teacher_cache.small_caches import built, numbered, unequal_rows
 from tests.teacher_cache.token_caches import (
     LAYERS,
