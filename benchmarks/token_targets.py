@@ -44,7 +44,7 @@ from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.objectives import load_objective
 from distill.objectives.base import Objective, StudentShape, TeacherShape
-from distill.student import Student
+from distill.student.student import Student
 from distill.trainer import Distillation
 from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus.corpus import Corpus

@@ -12,7 +12,7 @@ from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset
 from distill.method import build_objective, build_sharpness
 from distill.objectives.base import Objective
-from distill.student import Student
+from distill.student.student import Student
 from distill.targets import Targets
 from distill.trainer import Distillation, DistillTrainer
 from teacher_cache.storage.manifest import Manifest

@@ -15,7 +15,7 @@ from typing import Any
 from distill.callbacks import TrainingProgress
 from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TrainingConfig
 from distill.run import run
-from distill.student import Student
+from distill.student.student import Student
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import MissingDependency

@@ -18,7 +18,7 @@ from distill.objectives.base import (
     TeacherTargets,
     TokenStates,
 )
-from distill.student import AttentionMaps, token_states
+from distill.student.student import AttentionMaps, token_states
 from distill.targets import require_tokens
 from teacher_cache.reading.stream import Batch
 from teacher_cache.table.cache import TeacherCache

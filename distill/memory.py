@@ -9,7 +9,7 @@ from torch import nn
 
 from distill.config import TrainingConfig
 from distill.errors import ConfigError
-from distill.student import Student
+from distill.student.student import Student
 
 # Where a user tells torch how to allocate on a GPU.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

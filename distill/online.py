@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from distill.errors import NeedsNotMet
-from distill.internals import capture_internals
 from distill.objectives.base import Internals
+from distill.student.internals import capture_internals
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers import Encoded, TeacherOptions, TeacherSpec, load_teacher, resolve_as
 from teacher_cache.teachers.batching import longest_first

@@ -39,7 +39,7 @@ from distill.method import (
     settled,
 )
 from distill.run_folder import CONFIG, FINAL, RECORD, read_record
-from distill.student import Student, student_shape
+from distill.student.student import Student, student_shape
 from distill.targets import Targets
 from distill.trainer import DistillTrainer, require_room
 from distill.validation import Validation, best, points

@@ -10,7 +10,7 @@ from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset, require_pairs
 from distill.errors import ConfigError, NeedsNotMet
 from distill.objectives.base import Objective, TeacherShape
-from distill.student import Student
+from distill.student.student import Student
 from teacher_cache.building.align import AlignmentColumn, AlignmentSettings, kept_alignments
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table.cache import TeacherCache

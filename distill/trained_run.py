@@ -16,7 +16,7 @@ from distill.config import RunConfig, StudentConfig
 from distill.errors import RunFolderError
 from distill.method import build_objective, held_out_digest, held_out_rows, require_held_out, settled
 from distill.run_folder import CONFIG, FINAL, RECORD, is_finished, read_record
-from distill.student import Student, student_shape
+from distill.student.student import Student, student_shape
 from distill.targets import Targets
 from distill.trainer import Distillation
 from teacher_cache.errors import CacheNotFound

@@ -30,7 +30,7 @@ from distill.memory import keep_embedding_states_exact, save_memory
 from distill.objectives.base import Internals, Objective, StudentOutput, TeacherTargets, TokenStates
 from distill.sharpness import AscentLoss, SharpnessAware
 from distill.sharpness.mixin import SharpnessMixin
-from distill.student import Student
+from distill.student.student import Student
 from distill.validation import Validation
 from teacher_cache.errors import DiskFull
 from teacher_cache.reading.shuffle import WindowedShuffle

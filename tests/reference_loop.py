@@ -8,7 +8,7 @@ import torch
 
 from distill.data.sampler import StreamingSampler
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
-from distill.student import Student
+from distill.student.student import Student
 
 
 def train(

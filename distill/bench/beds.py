@@ -17,8 +17,8 @@ from distill.config import RunConfig, StudentConfig, TeacherConfig
 from distill.errors import ConfigError, DistillError, NeedsNotMet
 from distill.objectives.base import StudentShape, TeacherShape
 from distill.registry import construct
-from distill.shapes import find_shape, is_shape
-from distill.student import student_shape
+from distill.student.shapes import find_shape, is_shape
+from distill.student.student import student_shape
 from distill.targets import attention_layers, teacher_shape
 from teacher_cache.building.build import build
 from teacher_cache.building.workers import LocalWorkers, Workers

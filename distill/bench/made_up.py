@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from distill.config import StudentConfig
-from distill.shapes import find_shape, shape_config
+from distill.student.shapes import find_shape, shape_config
 from teacher_cache.building.workers import Answers, Workers
 from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
 from teacher_cache.teachers.batching import BatchedEncoder

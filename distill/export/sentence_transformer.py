@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from distill.errors import ExportError
-from distill.student import Student
+from distill.student.student import Student
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.loading import loading
 

@@ -11,8 +11,8 @@ from torch import nn
 from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.objectives.base import TeacherShape
-from distill.shapes import find_shape, has_shape, is_shape, shape_config
-from distill.student import Student, student_options
+from distill.student.shapes import find_shape, has_shape, is_shape, shape_config
+from distill.student.student import Student, student_options
 from teacher_cache.building.align import STUDENT_LENGTH
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers import TeacherOptions, resolve

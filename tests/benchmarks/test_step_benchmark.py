@@ -18,7 +18,7 @@ from distill.config import StudentConfig
 from distill.objectives.base import StudentOutput, TeacherShape, TeacherTargets
 from distill.objectives.talas import Talas
 from distill.sharpness import build_sharpness
-from distill.student import Student
+from distill.student.student import Student
 from distill.trainer import Distillation
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import parts

@@ -10,7 +10,7 @@ from sentence_transformers import SentenceTransformer
 
 from cli.tcache import main as tcache
 from distill.run import run
-from distill.student import Student
+from distill.student.student import Student
 from teacher_cache.errors import TeacherError
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, resolve

@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModel
 
 from distill.config import StudentConfig
-from distill.packing import BEHIND_PADDING, FILLED, FROM_ZERO, Packing, is_packable, make_packable, packed_arguments
-from distill.pieces import PROCESSOR_OVERHEAD, cut, pieces
-from distill.student import Student
+from distill.student.micro_batches import PROCESSOR_OVERHEAD, cut, pieces
+from distill.student.packing import (
+    BEHIND_PADDING,
+    FILLED,
+    FROM_ZERO,
+    Packing,
+    is_packable,
+    make_packable,
+    packed_arguments,
+)
+from distill.student.student import Student
 from teacher_cache.teachers.pooling import needs_position_ids, pool, position_ids
 from tests.conftest import varied_texts
 from tests.teacher_cache.tiny_teachers import write_bert, write_mpnet, write_qwen3, write_xlm_roberta
@@ -96,10 +104,10 @@ def test_a_batch_without_its_padding_says_what_the_whole_batch_says(
     options = {"position_ids": position_ids(mask)} if needs_position_ids(asked.encoder, side) else {}
     said = asked.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, **options)
     whole = torch.stack([pool(state, mask, pooling) for state in said.hidden_states])
-    monkeypatch.setattr("distill.pieces.PROCESSOR_OVERHEAD", 0)
+    monkeypatch.setattr("distill.student.micro_batches.PROCESSOR_OVERHEAD", 0)
     assert len(pieces(mask)) > 2
     asked.recompute_portions = recompute
-    monkeypatch.setattr("distill.student.PORTION", int(mask.sum()) // 2)
+    monkeypatch.setattr("distill.student.student.PORTION", int(mask.sum()) // 2)
     found = asked(ids, mask)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(differentiated(asked, found), differentiated(asked, whole), strict=True):
@@ -156,7 +164,7 @@ def test_an_encoder_that_does_not_name_its_word_embeddings_is_asked_by_ids(
     def refused(self: object) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr("distill.pieces.PROCESSOR_OVERHEAD", 0)
+    monkeypatch.setattr("distill.student.micro_batches.PROCESSOR_OVERHEAD", 0)
     inputs = inputs_of(expected, "right")
     with torch.no_grad():
         states = expected(*inputs)

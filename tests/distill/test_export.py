@@ -13,7 +13,7 @@ from distill.config import StudentConfig
 from distill.errors import ExportError
 from distill.export.card import model_card
 from distill.export.sentence_transformer import export
-from distill.student import Student
+from distill.student.student import Student
 from tests.conftest import varied_texts
 from tests.teacher_cache import tiny_teachers
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from distill.errors import NeedsNotMet
-from distill.internals import capture_internals
+from distill.student.internals import capture_internals
 from tests.teacher_cache import tiny_teachers
 
 IDS = torch.randint(4, 16, (3, 7), generator=torch.Generator().manual_seed(0))

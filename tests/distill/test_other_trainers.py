@@ -26,7 +26,7 @@ from distill.objectives import OBJECTIVES, load_objective
 from distill.objectives.base import Objective, StudentShape
 from distill.sharpness import build_sharpness
 from distill.sharpness.mixin import SharpnessMixin
-from distill.student import Student
+from distill.student.student import Student
 from distill.targets import teacher_shape
 from distill.trainer import Distillation
 from teacher_cache.building.build import build

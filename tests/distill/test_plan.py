@@ -24,7 +24,7 @@ from distill.plan.lengths import corpus_lengths
 from distill.plan.models import student_model, teacher_model
 from distill.plan.step import Trace, trace
 from distill.plan.tracker import Operation, Tracker
-from distill.shapes import SHAPES, has_shape, shape_config, shape_names
+from distill.student.shapes import SHAPES, has_shape, shape_config, shape_names
 from distill.trainer import Distillation
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers.linear import ONEDNN_LINEAR
@@ -312,7 +312,7 @@ def test_low_memory_with_sharpness_takes_half_of_it_and_with_8_bit_states_a_thir
 
 
 def test_with_low_memory_activations_hardly_grow_with_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.student.PORTION", 512)
+    monkeypatch.setattr("distill.student.student.PORTION", 512)
 
     def grown(memory: str) -> int:
         small, large = (followed(f"training.memory={memory}", texts=texts, length=64) for texts in (8, 16))

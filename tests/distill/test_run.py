@@ -21,7 +21,7 @@ from distill.objectives import OBJECTIVES
 from distill.objectives.base import Needs, StudentShape, TeacherShape
 from distill.objectives.talas import Talas
 from distill.run import check_run, run
-from distill.student import Student, student_shape
+from distill.student.student import Student, student_shape
 from distill.targets import Targets
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus

@@ -8,7 +8,7 @@ import torch
 from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.objectives.base import Needs
-from distill.student import Student
+from distill.student.student import Student
 from teacher_cache.building.align import STUDENT_LENGTH
 from tests.teacher_cache import tiny_teachers
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from distill.config import StudentConfig
 from distill.errors import RunFolderError
 from distill.run import run
-from distill.student import Student
+from distill.student.student import Student
 from distill.trained_run import TrainedRun
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus

@@ -14,7 +14,7 @@ from distill.config import RunConfig
 from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset
 from distill.objectives.base import Objective
-from distill.student import Student
+from distill.student.student import Student
 from distill.trainer import DistillTrainer
 from teacher_cache.table.cache import TeacherCache
 

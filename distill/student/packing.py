@@ -1,7 +1,7 @@
 """A batch as one row of its texts' own tokens, without padding, for encoders that can be asked so.
 
 Layers that look at tokens one by one (embeddings, linear layers, norms, activations, dropout) see the tokens alone, one
-text behind the other; attention alone is computed in the pieces of `distill.pieces`, each padded to its longest text.
+text behind the other; attention alone is computed in the pieces of `distill.student.micro_batches`, each padded to its longest text.
 What a token's state is does not change. transformers' attention interface hands the layout on as a keyword argument, so
 that a block which is computed again in the backward pass finds it too.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distill.pieces import Piece
+from distill.student.micro_batches import Piece
 
 _NAME = "packed"
 
@@ -63,7 +63,7 @@ class Packing:
 
         Args:
             attention_mask: `(n, t)`, with a token in every row.
-            found: see `distill.pieces.pieces`.
+            found: see `distill.student.micro_batches.pieces`.
         """
         places = torch.arange(attention_mask.numel(), device=attention_mask.device).view_as(attention_mask)
         masks = [attention_mask[piece.rows, piece.columns].bool() for piece in found]

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from distill.config import StudentConfig
 from distill.errors import StudentError
-from distill.internals import capture_internals
 from distill.objectives.base import Internals, Needs, StudentShape, TokenStates
-from distill.packing import Packing, is_packable, make_packable, packed_arguments
-from distill.pieces import in_order, pieces
+from distill.student.internals import capture_internals
+from distill.student.micro_batches import in_order, pieces
+from distill.student.packing import Packing, is_packable, make_packable, packed_arguments
 from teacher_cache.building.align import STUDENT_LENGTH
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve

@@ -1,0 +1,1 @@
+"""The model that is trained, and how a batch goes through it."""
