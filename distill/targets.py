@@ -115,7 +115,7 @@ class Targets:
         needs, tokens, online = objective.needs, self.space.tokens, None
         layers: tuple[int, ...] = () if tokens is None else tokens.record.attention or ()
         if self.online and isinstance(self.space, SpaceView):
-            from distill.online import open_online
+            from distill.data.online import open_online
 
             request, teacher = self._request(objective), self.config.teacher
             layers = () if request is None else request.attention or ()

@@ -20,7 +20,7 @@ from distill.assembly import Assembly
 from distill.bench.memory import forget_peak, held, peak
 from distill.config import RunConfig
 from distill.data.dataset import CachedDataset
-from distill.online import OnlineTeacher
+from distill.data.online import OnlineTeacher
 from distill.trainer import DistillTrainer
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace

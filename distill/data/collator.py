@@ -20,7 +20,7 @@ from teacher_cache.tokens.alignment import Alignment, align, dense
 from teacher_cache.tokens.request import ID, ROLE, TEXT, TextTokens
 
 if TYPE_CHECKING:
-    from distill.online import OnlineTeacher
+    from distill.data.online import OnlineTeacher
 
 # Alignments kept in memory, about a kilobyte each: those of a corpus that fits are worked out once.
 KEPT_ALIGNMENTS = 2**16

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from distill.data.online import OnlineTeacher, open_online
 from distill.errors import NeedsNotMet
-from distill.online import OnlineTeacher, open_online
 from teacher_cache.errors import SpaceMismatch
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
 from teacher_cache.teachers.batching import BatchedEncoder
