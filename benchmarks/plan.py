@@ -80,7 +80,7 @@ def compare(setting: Setting, students: Path | None, steps: int) -> Compared:
     from distill.bench.settings import BenchSettings
     from distill.plan.models import student_model
     from distill.plan.step import trace
-    from distill.targets import Targets
+    from distill.training.targets import Targets
     from teacher_cache.table.cache import TeacherCache
 
     folder = None if students is None else students / setting.student

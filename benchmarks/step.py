@@ -44,9 +44,9 @@ import torch
 from transformers.utils import logging
 
 from benchmarks.step_contenders import BATCH, CYCLE, METHODS, OURS, PAPERS, WIDTH, Contender, Task, prepare, take
-from distill.arguments import settled_precision
 from distill.config import StudentConfig
 from distill.student.student import Student, student_shape
+from distill.training.arguments import settled_precision
 
 STEPS, WARM_UP, ROUNDS = 20, 4, 5
 # Of each contender at the most, for its memory.

@@ -18,9 +18,9 @@ from benchmarks.paper_loop import PaperLoop
 from distill.bench.memory import forget_peak, held, peak
 from distill.bench.settings import BenchSettings
 from distill.bench.turn import take_turn
-from distill.callbacks import cycle_means
 from distill.config import RunConfig, SharpnessConfig, StudentConfig
 from distill.student.student import student_shape
+from distill.training.callbacks import cycle_means
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.reading.shuffle import WindowedShuffle
 from teacher_cache.teachers.folder import ModelFolder

@@ -38,14 +38,14 @@ from transformers.utils import logging
 
 from benchmarks.resources import Memory, bytes_below, forget_peak
 from benchmarks.token_models import SEED, checked_size, made_up, parameters_of, write_texts, write_wider
-from distill.assembly import Assembly
 from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TeacherConfig, TrainingConfig
 from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.objectives import load_objective
 from distill.objectives.base import Objective, StudentShape, TeacherShape
 from distill.student.student import Student
-from distill.trainer import Distillation
+from distill.training.assembly import Assembly
+from distill.training.trainer import Distillation
 from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.reading.shuffle import WindowedShuffle

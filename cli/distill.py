@@ -13,8 +13,8 @@ from cli.evaluation import evaluate
 from cli.planning import plan
 
 if TYPE_CHECKING:
-    from distill.callbacks import TrainingProgress
     from distill.comparison import Comparison
+    from distill.training.callbacks import TrainingProgress
 
 
 @click.group(cls=Commands, context_settings=CONTEXT)

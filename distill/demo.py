@@ -12,10 +12,10 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from distill.callbacks import TrainingProgress
 from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TrainingConfig
 from distill.run import run
 from distill.student.student import Student
+from distill.training.callbacks import TrainingProgress
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import MissingDependency

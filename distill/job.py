@@ -17,7 +17,7 @@ from distill.config import RunConfig, build_config
 from teacher_cache.errors import KnownError
 
 if TYPE_CHECKING:
-    from distill.callbacks import TrainingProgress
+    from distill.training.callbacks import TrainingProgress
 
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_TO_STOP = 10.0

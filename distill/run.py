@@ -20,16 +20,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from distill.arguments import settled_precision, training_arguments
-from distill.assembly import Assembly
-from distill.callbacks import TrainingProgress, ValidationReport
-from distill.checkpoints import last_checkpoint, step_of, whole_checkpoints
 from distill.config import RunConfig
 from distill.errors import ConfigError, RunFolderError
 from distill.evaluation.agreement import agreement
 from distill.export import load_export
 from distill.export.card import model_card
-from distill.method import (
+from distill.run_folder import CONFIG, FINAL, RECORD, read_record
+from distill.student.student import Student, student_shape
+from distill.training.arguments import settled_precision, training_arguments
+from distill.training.assembly import Assembly
+from distill.training.callbacks import TrainingProgress, ValidationReport
+from distill.training.checkpoints import last_checkpoint, step_of, whole_checkpoints
+from distill.training.method import (
     build_objective,
     build_sharpness,
     held_out_digest,
@@ -38,11 +40,9 @@ from distill.method import (
     require_held_out,
     settled,
 )
-from distill.run_folder import CONFIG, FINAL, RECORD, read_record
-from distill.student.student import Student, student_shape
-from distill.targets import Targets
-from distill.trainer import DistillTrainer, require_room
-from distill.validation import Validation, best, points
+from distill.training.targets import Targets
+from distill.training.trainer import DistillTrainer, require_room
+from distill.training.validation import Validation, best, points
 from teacher_cache.storage.files import replacing
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace

@@ -11,14 +11,14 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_model
 
-from distill.checkpoints import WEIGHTS, step_of, whole_checkpoints
 from distill.config import RunConfig, StudentConfig
 from distill.errors import RunFolderError
-from distill.method import build_objective, held_out_digest, held_out_rows, require_held_out, settled
 from distill.run_folder import CONFIG, FINAL, RECORD, is_finished, read_record
 from distill.student.student import Student, student_shape
-from distill.targets import Targets
-from distill.trainer import Distillation
+from distill.training.checkpoints import WEIGHTS, step_of, whole_checkpoints
+from distill.training.method import build_objective, held_out_digest, held_out_rows, require_held_out, settled
+from distill.training.targets import Targets
+from distill.training.trainer import Distillation
 from teacher_cache.errors import CacheNotFound
 from teacher_cache.table.cache import TeacherCache
 

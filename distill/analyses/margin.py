@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.analyses.base import Analysis, number
-from distill.arguments import LINEAR_CYCLES
-from distill.checkpoints import STATE, step_of
 from distill.errors import EvaluationError, NeedsNotMet
 from distill.evaluation.base import QUERY, TEACHER_DOCUMENT, TEXT, Encoder, Report, Task, unit_rows
 from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
 from distill.evaluation.retrieval import retrieval_tasks
 from distill.trained_run import TrainedRun
-from distill.trainer import Distillation, ProjectedStudent
+from distill.training.arguments import LINEAR_CYCLES
+from distill.training.checkpoints import STATE, step_of
+from distill.training.trainer import Distillation, ProjectedStudent
 from teacher_cache.errors import MissingDependency
 
 # A line through fewer checkpoints says nothing.

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from distill.arguments import settled_precision
 from distill.bench.made_up import BACKEND, MadeUpAnswers, model_config, write_student, write_teacher
 from distill.bench.settings import CORPUS, BenchSettings
 from distill.config import RunConfig, StudentConfig, TeacherConfig
@@ -19,7 +18,8 @@ from distill.objectives.base import StudentShape, TeacherShape
 from distill.registry import construct
 from distill.student.shapes import find_shape, is_shape
 from distill.student.student import student_shape
-from distill.targets import attention_layers, teacher_shape
+from distill.training.arguments import settled_precision
+from distill.training.targets import attention_layers, teacher_shape
 from teacher_cache.building.build import build
 from teacher_cache.building.workers import LocalWorkers, Workers
 from teacher_cache.corpus.corpus import Corpus

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from distill.arguments import settled_precision
 from distill.bench.beds import Bed, beds
 from distill.bench.settings import BASELINE, ONLINE, BenchSettings, Method
 from distill.bench.turn import DATA, PARTS, Step, Turn, take_turn
-from distill.callbacks import cycle_means
 from distill.config import RunConfig
 from distill.errors import ConfigError
+from distill.training.arguments import settled_precision
+from distill.training.callbacks import cycle_means
 from teacher_cache.errors import KnownError
 
 LIBRARIES = ("teacher-cache", "torch", "transformers")

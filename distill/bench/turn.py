@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from distill.assembly import Assembly
 from distill.bench.memory import forget_peak, held, peak
 from distill.config import RunConfig
 from distill.data.dataset import CachedDataset
 from distill.data.online import OnlineTeacher
-from distill.trainer import DistillTrainer
+from distill.training.assembly import Assembly
+from distill.training.trainer import DistillTrainer
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
 from teacher_cache.tokens.token_columns import ATTENTION

@@ -26,7 +26,7 @@ def settled_dtype(dtype: str) -> str:
     Raises:
         ConfigError: neither auto, fp32 nor bf16.
     """
-    from distill.arguments import settled_precision
+    from distill.training.arguments import settled_precision
 
     if dtype == "auto":
         return "bfloat16" if settled_precision("auto") == "bf16" else "float32"

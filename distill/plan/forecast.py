@@ -6,17 +6,17 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from distill.arguments import settled_precision
 from distill.config import RunConfig
 from distill.errors import ConfigError, NeedsNotMet
-from distill.memory import segments_grow
 from distill.objectives import load_objective
 from distill.objectives.base import TeacherShape
 from distill.plan.devices import CPU, GPUS, Device, this_processor
 from distill.plan.lengths import Lengths, corpus_lengths
 from distill.plan.models import Model, student_model, teacher_model
 from distill.plan.step import Trace, trace
-from distill.targets import Targets
+from distill.training.arguments import settled_precision
+from distill.training.memory import segments_grow
+from distill.training.targets import Targets
 from teacher_cache.table.cache import TeacherCache
 
 ATTENTION = ("fused", "eager")

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distill.arguments import training_arguments
 from distill.config import RunConfig
-from distill.memory import save_memory, segments_grow
-from distill.method import build_objective, build_sharpness
 from distill.objectives.base import Objective, TeacherShape
 from distill.plan.allocator import CachingAllocator
 from distill.plan.kernels import kernels
 from distill.plan.models import Model
 from distill.plan.tracker import Operation, Tracker
 from distill.sharpness import SharpnessAware
-from distill.trainer import Distillation, DistillTrainer
+from distill.training.arguments import training_arguments
+from distill.training.memory import save_memory, segments_grow
+from distill.training.method import build_objective, build_sharpness
+from distill.training.trainer import Distillation, DistillTrainer
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # What torch's allocators round up to, in bytes: blocks of the CUDA caching allocator, cache lines of a processor.

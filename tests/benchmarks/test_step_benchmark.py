@@ -19,7 +19,7 @@ from distill.objectives.base import StudentOutput, TeacherShape, TeacherTargets
 from distill.objectives.talas import Talas
 from distill.sharpness import build_sharpness
 from distill.student.student import Student
-from distill.trainer import Distillation
+from distill.training.trainer import Distillation
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import parts
 from tests.teacher_cache.tiny_teachers import edit_json

@@ -30,10 +30,10 @@ from distill.bench.turn import (
     Turn,
     take_turn,
 )
-from distill.callbacks import cycle_means
 from distill.config import ObjectiveConfig, RunConfig, SharpnessConfig, StudentConfig
 from distill.errors import ConfigError
-from distill.trainer import DistillTrainer
+from distill.training.callbacks import cycle_means
+from distill.training.trainer import DistillTrainer
 from teacher_cache.errors import TeacherError
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve

@@ -16,7 +16,7 @@ from distill.errors import ConfigError
 from distill.run import run
 from distill.sharpness import build_sharpness
 from distill.trained_run import TrainedRun
-from distill.trainer import Distillation
+from distill.training.trainer import Distillation
 from tests.distill.tiny_runs import tiny_config
 
 # Few texts and few steps, for tests that ask for something else than the eigenvalue.

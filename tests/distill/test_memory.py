@@ -10,8 +10,8 @@ from torch import Tensor
 
 from distill.config import RunConfig, TrainingConfig
 from distill.errors import ConfigError
-from distill.memory import ALLOCATOR_VARIABLES, save_memory, segments_grow
 from distill.run import run
+from distill.training.memory import ALLOCATOR_VARIABLES, save_memory, segments_grow
 from teacher_cache.errors import MissingDependency
 from tests.distill.tiny_runs import Parts, Stopped, parts, stop_at, tiny_config
 from tests.teacher_cache import tiny_teachers
@@ -215,7 +215,7 @@ def test_blocks_that_cannot_be_computed_again_are_refused(settings: Any) -> None
 
 
 def test_8_bit_states_without_their_library_name_the_extra(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("distill.training.arguments.find_spec", lambda name: None)
     made = parts(settings("small", "training.optim=adamw_bnb_8bit"))
     with pytest.raises(MissingDependency, match=r"teacher-cache\[low-memory\]"):
         made.trainer()

@@ -21,14 +21,14 @@ from distill.config import StudentConfig
 from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset
 from distill.errors import ConfigError, NeedsNotMet, StudentError
-from distill.loss import CachedLoss, student_shape
 from distill.objectives import OBJECTIVES, load_objective
 from distill.objectives.base import Objective, StudentShape
 from distill.sharpness import build_sharpness
 from distill.sharpness.mixin import SharpnessMixin
 from distill.student.student import Student
-from distill.targets import teacher_shape
-from distill.trainer import Distillation
+from distill.training.loss import CachedLoss, student_shape
+from distill.training.targets import teacher_shape
+from distill.training.trainer import Distillation
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import MissingRows

@@ -25,7 +25,7 @@ from distill.plan.models import student_model, teacher_model
 from distill.plan.step import Trace, trace
 from distill.plan.tracker import Operation, Tracker
 from distill.student.shapes import SHAPES, has_shape, shape_config, shape_names
-from distill.trainer import Distillation
+from distill.training.trainer import Distillation
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers.linear import ONEDNN_LINEAR
 from tests.distill.tiny_runs import parts as parts_of

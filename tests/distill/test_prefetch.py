@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from distill.data.dataset import CachedDataset, ShuffledDataset
 from distill.data.prefetch import PrefetchedBatches, as_it_is
 from distill.data.sampler import StreamingSampler
-from distill.trainer import DistillTrainer
+from distill.training.trainer import DistillTrainer
 from teacher_cache.errors import DamagedCache
 from teacher_cache.reading.shuffle import WindowedShuffle
 from teacher_cache.reading.stream import Batch

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 from distill import run as run_module
-from distill.callbacks import TrainingProgress
-from distill.checkpoints import last_checkpoint
 from distill.config import RunConfig, SharpnessConfig
 from distill.errors import ConfigError, NeedsNotMet, RunFolderError, StudentError
-from distill.method import build_objective, held_out_rows, learned_projection
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import Needs, StudentShape, TeacherShape
 from distill.objectives.talas import Talas
 from distill.run import check_run, run
 from distill.student.student import Student, student_shape
-from distill.targets import Targets
+from distill.training.callbacks import TrainingProgress
+from distill.training.checkpoints import last_checkpoint
+from distill.training.method import build_objective, held_out_rows, learned_projection
+from distill.training.targets import Targets
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusNotFound, DiskFull, KnownError, SpaceNotFound

@@ -18,7 +18,7 @@ from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
-from distill.trainer import DistillTrainer
+from distill.training.trainer import DistillTrainer
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.reading.shuffle import WindowedShuffle

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.arguments import linear_cycles, settled_precision, training_arguments
-from distill.callbacks import StepClock
 from distill.config import RunConfig
 from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, NonFiniteLoss
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.sharpness import SharpnessAware
-from distill.trainer import DistillTrainer
+from distill.training.arguments import linear_cycles, settled_precision, training_arguments
+from distill.training.callbacks import StepClock
+from distill.training.trainer import DistillTrainer
 from teacher_cache.reading.shuffle import WindowedShuffle
 from tests.distill.tiny_runs import Parts, Stopped, metrics, parts, stop_at, tiny_config
 from tests.reference_loop import train as reference

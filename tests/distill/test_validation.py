@@ -19,7 +19,7 @@ from distill.evaluation.base import Task
 from distill.evaluation.sts import spearman
 from distill.run import check_run, run
 from distill.trained_run import TrainedRun
-from distill.validation import Validation, best, points
+from distill.training.validation import Validation, best, points
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import Stopped, metrics, parts, stop_at, tiny_config
 
@@ -355,7 +355,7 @@ def test_a_wait_for_an_evaluation_is_no_wait_for_data(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = {"now": 0.0}
-    monkeypatch.setattr("distill.callbacks.time.perf_counter", lambda: hours["now"])
+    monkeypatch.setattr("distill.training.callbacks.time.perf_counter", lambda: hours["now"])
 
     def score(self: Validation, student: Any) -> dict[str, float]:
         hours["now"] += 3600

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from distill.assembly import Assembly
-from distill.callbacks import TrainingProgress
 from distill.config import RunConfig
 from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset
 from distill.objectives.base import Objective
 from distill.student.student import Student
-from distill.trainer import DistillTrainer
+from distill.training.assembly import Assembly
+from distill.training.callbacks import TrainingProgress
+from distill.training.trainer import DistillTrainer
 from teacher_cache.table.cache import TeacherCache
 
 

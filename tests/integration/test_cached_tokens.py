@@ -15,7 +15,7 @@ from distill.errors import DistillError, NeedsNotMet
 from distill.objectives import OBJECTIVES, load_objective
 from distill.objectives.base import StudentShape, TeacherShape
 from distill.run import run
-from distill.trainer import Distillation
+from distill.training.trainer import Distillation
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import SpaceMismatch

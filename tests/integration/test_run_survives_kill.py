@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distill.checkpoints import checkpoints, step_of
 from distill.config import RunConfig
 from distill.run import run
+from distill.training.checkpoints import checkpoints, step_of
 from tests.distill.tiny_runs import metrics, tiny_config
 
 STEPS = 24

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from distill.checkpoints import checkpoints, step_of
+from distill.training.checkpoints import checkpoints, step_of
 from tests.distill.tiny_tasks import TASKS, write_tasks
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ def run_as(rank: int, port: int, config: RunConfig, left: Path) -> None:
         "MASTER_PORT": str(port),
     }
     from distill.run import run
-    from distill.trainer import DistillTrainer
+    from distill.training.trainer import DistillTrainer
 
     class Left(DistillTrainer):
         def train(self, *args: object, **kwargs: object) -> object:

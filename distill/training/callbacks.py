@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from distill.objectives.base import Objective
-from distill.validation import point, told
+from distill.training.validation import point, told
 from teacher_cache.storage.files import replacing
 
 # Steps that `StepClock` does not count.

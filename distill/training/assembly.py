@@ -10,11 +10,11 @@ import numpy.typing as npt
 from distill.config import RunConfig
 from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset
-from distill.method import build_objective, build_sharpness
 from distill.objectives.base import Objective
 from distill.student.student import Student
-from distill.targets import Targets
-from distill.trainer import Distillation, DistillTrainer
+from distill.training.method import build_objective, build_sharpness
+from distill.training.targets import Targets
+from distill.training.trainer import Distillation, DistillTrainer
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table.cache import TeacherCache
 

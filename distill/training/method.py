@@ -19,7 +19,7 @@ from distill.registry import construct
 from distill.run_folder import read_record
 from distill.sharpness import SharpnessAware
 from distill.sharpness import build_sharpness as sharpness_of
-from distill.targets import Targets, several_spaces
+from distill.training.targets import Targets, several_spaces
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace

@@ -19,7 +19,7 @@ from distill.objectives.base import (
     TokenStates,
 )
 from distill.student.student import AttentionMaps, token_states
-from distill.targets import require_tokens
+from distill.training.targets import require_tokens
 from teacher_cache.reading.stream import Batch
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace

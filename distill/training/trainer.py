@@ -17,21 +17,21 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerState
 
-from distill.arguments import LINEAR_CYCLES, linear_cycles, training_arguments
-from distill.callbacks import EpochOrder, MetricsFile, ProgressReport, Stages, StepClock, TrainingProgress
-from distill.checkpoints import STATE, WEIGHTS, is_whole
 from distill.config import RunConfig
 from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset, ShuffledDataset
 from distill.data.prefetch import PrefetchedBatches, as_it_is
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, NonFiniteLoss, RunFolderError
-from distill.memory import keep_embedding_states_exact, save_memory
 from distill.objectives.base import Internals, Objective, StudentOutput, TeacherTargets, TokenStates
 from distill.sharpness import AscentLoss, SharpnessAware
 from distill.sharpness.mixin import SharpnessMixin
 from distill.student.student import Student
-from distill.validation import Validation
+from distill.training.arguments import LINEAR_CYCLES, linear_cycles, training_arguments
+from distill.training.callbacks import EpochOrder, MetricsFile, ProgressReport, Stages, StepClock, TrainingProgress
+from distill.training.checkpoints import STATE, WEIGHTS, is_whole
+from distill.training.memory import keep_embedding_states_exact, save_memory
+from distill.training.validation import Validation
 from teacher_cache.errors import DiskFull
 from teacher_cache.reading.shuffle import WindowedShuffle
 
