@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from distill.analyses import ANALYSES
+from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError, NeedsNotMet, RunFolderError, StudentError
 from distill.evaluation.encoders import CachedEncoder
 from distill.registry import construct, find
 from distill.run_folder import ANALYSES as FOLDER
-from distill.trained_run import TrainedRun
 from teacher_cache.errors import CacheError
 from teacher_cache.storage.files import replacing
 from teacher_cache.table.joint import JointSpace

@@ -24,12 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.analyses.base import Analysis, names_of, one_of
+from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, Input, PairTask, Task, unit_rows
 from distill.evaluation.evaluator import NINE, encode_all, nine_tasks
 from distill.evaluation.retrieval import Retrieval, retrieval_tasks
 from distill.evaluation.task_file import read_task_file
-from distill.trained_run import TrainedRun
 
 PRECISIONS = ("float32", "int8", "binary")
 SMALLEST = 32

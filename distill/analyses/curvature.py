@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distill.analyses.base import LARGEST_SEED, Analysis, number, one_of, whole_number
+from distill.analyses.trained_run import TrainedRun
 from distill.errors import EvaluationError, NonFiniteLoss
 from distill.sharpness.ascent import SharpnessAware
 from distill.sharpness.hessian import DoubleBackward, GradientDifferences, Hessian, lanczos, power_iteration
-from distill.trained_run import TrainedRun
 from distill.training.checkpoints import STATE, step_of
 from distill.training.trainer import Distillation
 

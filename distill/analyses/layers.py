@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.analyses.base import Analysis, whole_number
+from distill.analyses.trained_run import TrainedRun
 from distill.errors import EvaluationError
 from distill.evaluation.base import unit_rows
-from distill.trained_run import TrainedRun
 
 # Cosines of float32 states are known to about 1e-6: a layer whose centred ones are smaller tells no texts apart.
 SMALLEST_SPREAD = 1e-6

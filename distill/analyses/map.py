@@ -24,9 +24,9 @@ import numpy.typing as npt
 
 from distill.analyses.base import LARGEST_SEED, Analysis, one_of, whole_number
 from distill.analyses.layers import shown_rows
+from distill.analyses.trained_run import TrainedRun
 from distill.errors import EvaluationError
 from distill.evaluation.base import unit_rows
-from distill.trained_run import TrainedRun
 from teacher_cache.errors import MissingDependency
 
 METHODS = ("tsne", "pca")

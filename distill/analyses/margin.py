@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.analyses.base import Analysis, number
+from distill.analyses.trained_run import TrainedRun
 from distill.errors import EvaluationError, NeedsNotMet
 from distill.evaluation.base import QUERY, TEACHER_DOCUMENT, TEXT, Encoder, Report, Task, unit_rows
 from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
 from distill.evaluation.retrieval import retrieval_tasks
-from distill.trained_run import TrainedRun
 from distill.training.arguments import LINEAR_CYCLES
 from distill.training.checkpoints import STATE, step_of
 from distill.training.trainer import Distillation, ProjectedStudent

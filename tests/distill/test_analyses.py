@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from cli.distill import main
 from distill.analyses import ANALYSES
 from distill.analyses.base import Analysis, analyze, names_of, number, one_of, whole_number
+from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError, NeedsNotMet, RunFolderError
 from distill.registry import find
 from distill.run import run
-from distill.trained_run import TrainedRun
 from tests.distill.tiny_runs import tiny_config
 
 MINE = f"{__name__}:Steps"

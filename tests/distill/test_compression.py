@@ -24,13 +24,13 @@ from distill.analyses.compression import (
     scores_by_size,
     truncate,
 )
+from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEACHER_DOCUMENT, TEACHER_QUERY
 from distill.evaluation.evaluator import Evaluator, nine_tasks
 from distill.evaluation.retrieval import retrieval_tasks
 from distill.run import run
 from distill.student.student import Student
-from distill.trained_run import TrainedRun
 from teacher_cache.errors import MissingRows
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve, settle_dtype
 from tests.conftest import varied_texts

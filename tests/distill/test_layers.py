@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from distill.analyses.layers import Layers, centred_cosines, compare_layers, likeness, shown_rows
+from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
 from distill.run import run
 from distill.student.student import Student
-from distill.trained_run import TrainedRun
 from tests.distill.tiny_runs import tiny_config
 
 RANDOM = np.random.default_rng(3)

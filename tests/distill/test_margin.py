@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from distill.analyses.base import analyze
 from distill.analyses.margin import Margin, approximation_error, early, margin_of
+from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError, NeedsNotMet
 from distill.evaluation.sts import spearman
 from distill.run import run
-from distill.trained_run import TrainedRun
 from teacher_cache.errors import KnownError
 from teacher_cache.table.cache import TeacherCache
 from tests.conftest import varied_texts

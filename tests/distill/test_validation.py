@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from distill.analyses.trained_run import TrainedRun
 from distill.config import EvaluationConfig, RunConfig
 from distill.errors import ConfigError, EvaluationError, RunFolderError
 from distill.evaluation.base import Task
 from distill.evaluation.sts import spearman
 from distill.run import check_run, run
-from distill.trained_run import TrainedRun
 from distill.training.validation import Validation, best, points
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import Stopped, metrics, parts, stop_at, tiny_config
