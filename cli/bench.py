@@ -130,7 +130,7 @@ def bench(
 def show_bench(record: dict[str, Any]) -> None:
     """The tables on the console, each with its notes."""
     from distill.report.bench import columns, heading, notes, part_columns
-    from distill.report.comparison import print_comparison
+    from distill.report.columns import print_comparison
 
     for table in record["tables"]:
         click.echo(heading(table))

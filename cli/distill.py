@@ -200,7 +200,7 @@ def compare(runs: tuple[Path, ...], tasks: str | None, output: Path | None, **as
 
 def show_comparison(comparison: "Comparison", record: dict[str, Any], output: Path | None) -> None:
     """The table on the console, or its figures as JSON, and in a file."""
-    from distill.report.comparison import comparison_columns, markdown, notes, print_comparison
+    from distill.report.columns import comparison_columns, markdown, notes, print_comparison
 
     columns, below = comparison_columns(comparison), notes(comparison)
     if not meta("json"):

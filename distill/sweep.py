@@ -22,7 +22,7 @@ from distill.comparison import Comparison, compare, read_row
 from distill.config import RunConfig, build_config, put, read_yaml
 from distill.errors import ConfigError
 from distill.launch import Order, launcher
-from distill.report.comparison import setting, short_keys
+from distill.report.columns import setting, short_keys
 from distill.run_folder import is_finished
 from teacher_cache.building.workers import parse_workers
 from teacher_cache.errors import KnownError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import RunFolderError
-from distill.report.comparison import NOTHING, Column, markdown
+from distill.report.columns import NOTHING, Column, markdown
 from distill.report.drawing import Key, Panel, Plot, number, number_axes
 from distill.report.sections import Cell, Table
 from distill.run_folder import read_record

@@ -9,7 +9,7 @@ from pathlib import Path
 from distill.errors import ConfigError, RunFolderError
 from distill.report import sections
 from distill.report.bench import bench_tables
-from distill.report.comparison import notes
+from distill.report.columns import notes
 from distill.report.data import FURTHER, ReportData, RunRecords
 from distill.report.drawing import Key, Plot, png, svg
 from distill.report.plots import plots
