@@ -13,7 +13,7 @@ from cli.evaluation import evaluate
 from cli.planning import plan
 
 if TYPE_CHECKING:
-    from distill.comparison import Comparison
+    from distill.report.comparison import Comparison
     from distill.training.callbacks import TrainingProgress
 
 
@@ -191,7 +191,7 @@ def compare(runs: tuple[Path, ...], tasks: str | None, output: Path | None, **as
 
     RUN is a run folder, or a folder of run folders. Runs that differ in their seed alone share a line.
     """
-    from distill.comparison import compare_runs
+    from distill.report.comparison import compare_runs
 
     check_output(output)
     comparison = compare_runs(runs, tasks=tasks.split(",") if tasks else None, announce=say, **asked)

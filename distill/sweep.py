@@ -18,11 +18,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from distill.comparison import Comparison, compare, read_row
 from distill.config import RunConfig, build_config, put, read_yaml
 from distill.errors import ConfigError
 from distill.launch import Order, launcher
 from distill.report.columns import setting, short_keys
+from distill.report.comparison import Comparison, compare, read_row
 from distill.run_folder import is_finished
 from teacher_cache.building.workers import parse_workers
 from teacher_cache.errors import KnownError

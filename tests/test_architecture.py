@@ -82,7 +82,7 @@ LAYERS = {
     "distill.run_folder": 7,
     "distill.job": 10,
     "distill.launch": 10,
-    "distill.comparison": 8,
+    "distill.report.comparison": 8,
     "distill.sweep": 11,
     "distill.listing": 9,
     "distill.demo": 10,

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from distill.comparison import Comparison, Figure, Group
 from distill.evaluation.evaluator import NINE
+from distill.report.comparison import Comparison, Figure, Group
 from distill.report.tables import AVERAGES
 
 # Name of a figure -> its column's header and how it is written.

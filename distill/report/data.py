@@ -6,11 +6,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distill.comparison import PLACES, SEED, Comparison, Group, Row, compare, compare_runs, model_size, reference_row
 from distill.config import RunConfig
 from distill.errors import ConfigError, RunFolderError
 from distill.evaluation.evaluator import NINE
 from distill.evaluation.scores import finite, score
+from distill.report.comparison import (
+    PLACES,
+    SEED,
+    Comparison,
+    Group,
+    Row,
+    compare,
+    compare_runs,
+    model_size,
+    reference_row,
+)
 from distill.run_folder import ANALYSES, CONFIG, FINAL, SCORES, is_run_folder, read_record
 from teacher_cache.teachers import TeacherOptions, resolve
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from distill.comparison import Figure
 from distill.report.answers import answer_plots
 from distill.report.bench import bench_plots
+from distill.report.comparison import Figure
 from distill.report.curves import curves, validation
 from distill.report.data import BASELINE, TEACHER, ReportData
 from distill.report.drawing import Key, Panel, Plot, key_of, number_axes

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distill.comparison import Comparison, Figure, Group
 from distill.evaluation.evaluator import NINE
 from distill.report.columns import NOTHING, comparison_columns, setting
+from distill.report.comparison import Comparison, Figure, Group
 from distill.report.data import ReportData, RunRecords, averaged
 from distill.report.drawing import number
 from distill.report.tables import AVERAGES

@@ -13,9 +13,9 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from cli.distill import main
-from distill.comparison import Comparison, compare_runs, model_size
 from distill.errors import ConfigError, RunFolderError
 from distill.report.columns import comparison_columns, console_tables, markdown, notes
+from distill.report.comparison import Comparison, compare_runs, model_size
 from distill.run import run
 from tests.distill.tiny_runs import tiny_config
 from tests.distill.tiny_tasks import TASKS, write_tasks

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from cli.distill import main
 from distill import launch
 from distill import sweep as sweep_module
-from distill.comparison import Figure
 from distill.errors import ConfigError, RunFolderError
 from distill.job import work
 from distill.launch import Event, Launcher, Order
+from distill.report.comparison import Figure
 from distill.sweep import SweepConfig, SweepProgress, SweepResult, sweep
 from tests.distill.tiny_tasks import TASKS, write_tasks
 
