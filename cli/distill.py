@@ -101,7 +101,7 @@ def run(
         click.echo(resolved.to_yaml(), nl=False)
         return
 
-    from distill.run import run as train
+    from distill.runs.run import run as train
 
     with progress_bar() as update:
         result = train(
@@ -158,8 +158,8 @@ def sweep(ctx: click.Context, /, config: Path, dry_run: bool, output: Path | Non
 
     Run the same command again to go on after anything: what is finished stays as it is.
     """
-    from distill.sweep import SweepConfig
-    from distill.sweep import sweep as run_all
+    from distill.runs.sweep import SweepConfig
+    from distill.runs.sweep import sweep as run_all
 
     check_output(output)
     settings = SweepConfig.load(config)
@@ -221,7 +221,7 @@ def show_comparison(comparison: "Comparison", record: dict[str, Any], output: Pa
 @common_options
 def demo(output_dir: Path) -> None:
     """The whole path on one small corpus, offline: a teacher, its cache, a better student. Under 3 minutes."""
-    from distill.demo import run_demo
+    from distill.runs.demo import run_demo
 
     with progress_bar() as update:
         result = run_demo(
@@ -250,7 +250,7 @@ def demo(output_dir: Path) -> None:
 @common_options
 def list_names(kind: str) -> None:
     """The names that flags and settings take."""
-    from distill.listing import names
+    from distill.runs.listing import names
 
     found = names(kind)
     emit(found, lambda: found)

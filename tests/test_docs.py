@@ -196,8 +196,8 @@ def test_no_page_types_an_option_that_does_not_exist(page: Path) -> None:
         ("tcache-seal", "teacher_cache.maintenance.seal:SealedIndex"),
         ("tcache-convert", "teacher_cache.transfer.convert:Conversion"),
         ("tcache-doctor", "teacher_cache.maintenance.doctor:Finding"),
-        ("distill-run", "distill.run:RunResult"),
-        ("distill-demo", "distill.demo:DemoResult"),
+        ("distill-run", "distill.runs.run:RunResult"),
+        ("distill-demo", "distill.runs.demo:DemoResult"),
         ("tcache-align", "teacher_cache.building.align:AlignReport"),
     ],
 )
@@ -305,7 +305,7 @@ def test_examples_marked_run_do_run(page: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_keys_of_a_sweep_and_their_defaults_are_those_of_its_class() -> None:
-    from distill.sweep import SweepConfig
+    from distill.runs.sweep import SweepConfig
 
     section = sections(DOCS / "training.md")["sweeps"]
     told = {key: yaml.safe_load(cells[0]) for key, cells in table(section).items()}

@@ -212,7 +212,7 @@ def take_turn(config: RunConfig, warm_up: int) -> Turn:
         warm_up: steps at the start that are not timed.
 
     Raises:
-        KnownError: as `distill.run.run`.
+        KnownError: as `distill.runs.run.run`.
         torch.OutOfMemoryError: the GPU's memory, or its cap, does not hold it.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

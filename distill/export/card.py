@@ -9,7 +9,7 @@ def model_card(record: Mapping[str, Any]) -> str:
 
     Args:
         record: `student`, `space`, `corpus`, `objective`, `sharpness`, `training`, `export`, `agreement`, `validation`,
-            `exported`, `versions`, as `distill.run` writes them.
+            `exported`, `versions`, as `distill.runs.run` writes them.
     """
     space, corpus, student = record["space"], record["corpus"], record["student"]
     lives_in = (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distill.evaluation.scores import score
-from distill.run import run
+from distill.runs.run import run
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from tests.cli.test_distill import distill, refused

@@ -15,7 +15,7 @@ from distill.analyses.base import Analysis, analyze, names_of, number, one_of, w
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError, NeedsNotMet, RunFolderError
 from distill.registry import find
-from distill.run import run
+from distill.runs.run import run
 from tests.distill.tiny_runs import tiny_config
 
 MINE = f"{__name__}:Steps"

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from sentence_transformers import SentenceTransformer
 
 from cli.tcache import main as tcache
-from distill.run import run
+from distill.runs.run import run
 from distill.student.student import Student
 from teacher_cache.errors import TeacherError
 from teacher_cache.table.cache import TeacherCache

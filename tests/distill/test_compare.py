@@ -16,7 +16,7 @@ from cli.distill import main
 from distill.errors import ConfigError, RunFolderError
 from distill.report.columns import comparison_columns, console_tables, markdown, notes
 from distill.report.comparison import Comparison, compare_runs, model_size
-from distill.run import run
+from distill.runs.run import run
 from tests.distill.tiny_runs import tiny_config
 from tests.distill.tiny_tasks import TASKS, write_tasks
 

@@ -29,7 +29,7 @@ from distill.errors import ConfigError, EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEACHER_DOCUMENT, TEACHER_QUERY
 from distill.evaluation.evaluator import Evaluator, nine_tasks
 from distill.evaluation.retrieval import retrieval_tasks
-from distill.run import run
+from distill.runs.run import run
 from distill.student.student import Student
 from teacher_cache.errors import MissingRows
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve, settle_dtype

@@ -14,7 +14,7 @@ from distill.analyses.base import analyze
 from distill.analyses.curvature import Curvature
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError
-from distill.run import run
+from distill.runs.run import run
 from distill.sharpness import build_sharpness
 from distill.training.trainer import Distillation
 from tests.distill.tiny_runs import tiny_config

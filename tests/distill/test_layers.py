@@ -9,7 +9,7 @@ import torch
 from distill.analyses.layers import Layers, centred_cosines, compare_layers, likeness, shown_rows
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
-from distill.run import run
+from distill.runs.run import run
 from distill.student.student import Student
 from tests.distill.tiny_runs import tiny_config
 

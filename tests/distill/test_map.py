@@ -9,7 +9,7 @@ from scipy.spatial.distance import cdist
 from distill.analyses.map import Map, distances, padded, procrustes, project, turned
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
-from distill.run import run
+from distill.runs.run import run
 from tests.distill.tiny_runs import tiny_config
 
 RANDOM = np.random.default_rng(5)

@@ -14,7 +14,7 @@ from distill.analyses.margin import Margin, approximation_error, early, margin_o
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError, NeedsNotMet
 from distill.evaluation.sts import spearman
-from distill.run import run
+from distill.runs.run import run
 from teacher_cache.errors import KnownError
 from teacher_cache.table.cache import TeacherCache
 from tests.conftest import varied_texts

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distill.config import RunConfig, TrainingConfig
 from distill.errors import ConfigError
-from distill.run import run
+from distill.runs.run import run
 from distill.training.memory import ALLOCATOR_VARIABLES, save_memory, segments_grow
 from teacher_cache.errors import MissingDependency
 from tests.distill.tiny_runs import Parts, Stopped, parts, stop_at, tiny_config

@@ -21,7 +21,7 @@ from distill.report.drawing import COLOURS, INK, number, spread_widely
 from distill.report.html import html as report_page
 from distill.report.html import write_report
 from distill.report.plots import plots
-from distill.run import run
+from distill.runs.run import run
 from teacher_cache.errors import MissingDependency
 from teacher_cache.teachers import TeacherOptions, resolve
 from tests.distill.test_compare import edit

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distill import run as run_module
 from distill.config import RunConfig, SharpnessConfig
 from distill.errors import ConfigError, NeedsNotMet, RunFolderError, StudentError
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import Needs, StudentShape, TeacherShape
 from distill.objectives.talas import Talas
-from distill.run import check_run, run
+from distill.runs import run as run_module
+from distill.runs.run import check_run, run
 from distill.student.student import Student, student_shape
 from distill.training.callbacks import TrainingProgress
 from distill.training.checkpoints import last_checkpoint

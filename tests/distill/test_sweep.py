@@ -14,13 +14,13 @@ import yaml
 from click.testing import CliRunner
 
 from cli.distill import main
-from distill import launch
-from distill import sweep as sweep_module
 from distill.errors import ConfigError, RunFolderError
-from distill.job import work
-from distill.launch import Event, Launcher, Order
 from distill.report.comparison import Figure
-from distill.sweep import SweepConfig, SweepProgress, SweepResult, sweep
+from distill.runs import launch
+from distill.runs import sweep as sweep_module
+from distill.runs.job import work
+from distill.runs.launch import Event, Launcher, Order
+from distill.runs.sweep import SweepConfig, SweepProgress, SweepResult, sweep
 from tests.distill.tiny_tasks import TASKS, write_tasks
 
 
@@ -42,7 +42,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         yield InThreads(1)
 
     monkeypatch.setattr(sweep_module, "launcher", launcher)
-    monkeypatch.setattr("distill.job._say", lambda line: None)  # a process writes to its log
+    monkeypatch.setattr("distill.runs.job._say", lambda line: None)  # a process writes to its log
 
 
 @pytest.fixture

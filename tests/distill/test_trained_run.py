@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from distill.analyses.trained_run import TrainedRun
 from distill.config import StudentConfig
 from distill.errors import RunFolderError
-from distill.run import run
+from distill.runs.run import run
 from distill.student.student import Student
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus

@@ -18,7 +18,7 @@ from distill.config import EvaluationConfig, RunConfig
 from distill.errors import ConfigError, EvaluationError, RunFolderError
 from distill.evaluation.base import Task
 from distill.evaluation.sts import spearman
-from distill.run import check_run, run
+from distill.runs.run import check_run, run
 from distill.training.validation import Validation, best, points
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import Stopped, metrics, parts, stop_at, tiny_config

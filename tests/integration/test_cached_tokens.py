@@ -14,7 +14,7 @@ from distill.config import DataConfig, RunConfig, TeacherConfig
 from distill.errors import DistillError, NeedsNotMet
 from distill.objectives import OBJECTIVES, load_objective
 from distill.objectives.base import StudentShape, TeacherShape
-from distill.run import run
+from distill.runs.run import run
 from distill.training.trainer import Distillation
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus

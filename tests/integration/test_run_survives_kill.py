@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from distill.config import RunConfig
-from distill.run import run
+from distill.runs.run import run
 from distill.training.checkpoints import checkpoints, step_of
 from tests.distill.tiny_runs import metrics, tiny_config
 
@@ -23,7 +23,7 @@ STEPS = 24
 def processes() -> ForkServerContext:
     """Imports what a run needs once, then forks for each start."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["distill.run", "distill.objectives.talas", "sentence_transformers"])
+    context.set_forkserver_preload(["distill.runs.run", "distill.objectives.talas", "sentence_transformers"])
     return context
 
 

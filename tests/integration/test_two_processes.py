@@ -27,7 +27,7 @@ def run_as(rank: int, port: int, config: RunConfig, left: Path) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    from distill.run import run
+    from distill.runs.run import run
     from distill.training.trainer import DistillTrainer
 
     class Left(DistillTrainer):

@@ -20,10 +20,10 @@ from typing import Any
 
 from distill.config import RunConfig, build_config, put, read_yaml
 from distill.errors import ConfigError
-from distill.launch import Order, launcher
 from distill.report.columns import setting, short_keys
 from distill.report.comparison import Comparison, compare, read_row
 from distill.run_folder import is_finished
+from distill.runs.launch import Order, launcher
 from teacher_cache.building.workers import parse_workers
 from teacher_cache.errors import KnownError
 
@@ -272,7 +272,7 @@ def _is_done(config: SweepConfig, planned: Planned) -> bool:
     if not is_finished(planned.folder):
         return False
     from distill.evaluation.scores import kept_scores
-    from distill.run import run
+    from distill.runs.run import run
 
     run(planned.config)  # compares settings and digests, and trains nothing that is finished
     if config.data is None:
@@ -292,7 +292,7 @@ def _order(config: SweepConfig, planned: Planned) -> Order:
 
 def _check_each(planned: Sequence[Planned]) -> None:
     """Refuse, by name, a run that could not begin."""
-    from distill.run import check_run
+    from distill.runs.run import check_run
 
     for one in planned:
         try:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distill.errors import ConfigError, RunFolderError
-from distill.job import SECONDS_TO_STOP
+from distill.runs.job import SECONDS_TO_STOP
 from teacher_cache.building.workers import RayWorkers, parse_workers, ray_session, shares
 from teacher_cache.errors import KnownError
 
@@ -36,7 +36,7 @@ class Order:
     """What one process is to do.
 
     Attributes:
-        content: for `distill.job`, JSON.
+        content: for `distill.runs.job`, JSON.
         log: file that its output is added to.
     """
 
@@ -76,7 +76,7 @@ def work_in_process(
     with _locked_log(order) as log:
         start = log.tell()
         process = subprocess.Popen(
-            [sys.executable, "-m", "distill.job"],
+            [sys.executable, "-m", "distill.runs.job"],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=log,

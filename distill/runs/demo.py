@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TrainingConfig
-from distill.run import run
+from distill.runs.run import run
 from distill.student.student import Student
 from distill.training.callbacks import TrainingProgress
 from teacher_cache.building.build import build

@@ -1,4 +1,4 @@
-"""One run in a process of its own: trained, then scored. `distill sweep` starts it; see `distill.launch`.
+"""One run in a process of its own: trained, then scored. `distill sweep` starts it; see `distill.runs.launch`.
 
 The order is one line of JSON on standard input. When that input ends, whoever gave the order is gone or wants no
 more, and the process ends as well: a killed sweep leaves nothing running.
@@ -41,7 +41,7 @@ def main() -> None:
 def work(order: dict[str, Any]) -> None:
     """Train what `config` says and, where `data` is given, score it."""
     from distill.evaluation.scores import evaluate_run
-    from distill.run import run
+    from distill.runs.run import run
 
     config: RunConfig = build_config(RunConfig, order["config"], "")
     result = run(config, announce=_say, report=_Lines())

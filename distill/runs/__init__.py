@@ -1,0 +1,1 @@
+"""One run, many runs, and the commands built on them."""
