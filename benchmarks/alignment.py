@@ -26,7 +26,7 @@ from teacher_cache.building.align import STUDENT_LENGTH
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.teachers.pieces import ignores_case, text_pieces
 from teacher_cache.tokens.alignment import METHODS, Alignment, align
-from teacher_cache.tokens.request import OTHER, ROLE, TEXT
+from teacher_cache.tokens.request import OTHER, ROLE, TEXT_TOKEN
 
 Pieces = list[npt.NDArray[np.int32]]
 QUICK_TEXTS = 2000
@@ -103,7 +103,7 @@ def _equal_strings(
 ) -> list[bool]:
     same = []
     for s, t in zip(found.student.tolist(), found.teacher.tolist(), strict=True):
-        if student[s, ROLE] == TEXT:
+        if student[s, ROLE] == TEXT_TOKEN:
             one, two = (text[start:end].strip() for start, end in (student[s, 1:3], teacher[t, 1:3]))
             same.append(one.lower() == two.lower() if lower else one == two)
     return same

@@ -48,7 +48,7 @@ from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound
 from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage import texts as texts_module
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
@@ -304,7 +304,7 @@ def kill_builds(folder: Path, kills: int, seed: int, say: Callable[[str], None])
     wholes: dict[str, tuple[dict[str, Any], float]] = {}
     rounds = 0
     while tally.kills < kills:
-        storage = list(FORMATS)[rounds % len(FORMATS)]
+        storage = list(ENCODINGS)[rounds % len(ENCODINGS)]
         if storage not in wholes:
             whole, took = reference(folder, corpora, storage)
             wholes[storage] = contents(whole), took
@@ -358,7 +358,7 @@ def main() -> int:
         tally = kill_builds(Path(scratch), 10 if options.quick else options.kills, options.seed, say)
         print(file=sys.stderr)
         corpora = write_corpora(Path(scratch))
-        wholes = {storage: reference(Path(scratch), corpora, storage)[0] for storage in FORMATS}
+        wholes = {storage: reference(Path(scratch), corpora, storage)[0] for storage in ENCODINGS}
         outcomes = damage_caches(wholes, corpora, options.seed)
     print("| kill | times |\n|---|---|")
     for point in POINTS:

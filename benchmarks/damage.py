@@ -79,7 +79,7 @@ def inject_nan(cache: Path, draw: random.Random) -> None:
         rows = np.arange(2 * SHARD_ROWS, 3 * SHARD_ROWS)
         vectors: npt.NDArray[np.float32] = view.gather(rows).astype(np.float32)
         vectors[draw.randrange(SHARD_ROWS), draw.randrange(view.dims)] = np.nan
-        view.vectors.write_shard(2, view.form.store(vectors), np.ones(SHARD_ROWS, dtype=bool))
+        view.vectors.write_shard(2, view.encoding.store(vectors), np.ones(SHARD_ROWS, dtype=bool))
 
 
 def delete_index(cache: Path, draw: random.Random) -> None:

@@ -35,7 +35,7 @@ import torch
 
 from teacher_cache.building.build import BATCH_ROWS, build
 from teacher_cache.corpus.corpus import Corpus
-from teacher_cache.teachers import TeacherOptions, load_teacher, resolve, settle_dtype
+from teacher_cache.teachers import TeacherOptions, load_teacher, resolve, resolve_dtype
 from teacher_cache.teachers.base import Teacher
 
 QUICK_TEXTS = 64
@@ -107,7 +107,7 @@ def made(
         return run
 
     peer = SentenceTransformer(str(model), device="cpu")
-    settled = settle_dtype(resolve(options("auto")), [])
+    settled = resolve_dtype(resolve(options("auto")), [])
     full, best = load_teacher(resolve(options("float32"))), load_teacher(settled)
     for encode in (peer.encode, full.encode, best.encode):
         encode(texts[:WARM_UP])

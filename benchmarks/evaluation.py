@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.resources import Memory
 from distill.evaluation.base import Task
-from distill.evaluation.evaluator import Evaluator, encode_all, nine_tasks
+from distill.evaluation.encoders import encode_all
+from distill.evaluation.evaluator import Evaluator, nine_tasks
 
 QUICK_TEXTS = 300
 FEWEST_ROWS = 20
@@ -156,10 +157,10 @@ def sentence_transformers(model: Path, data: Path, names: list[str] | None, dtyp
 
 def own_encoder(precision: str) -> Contender:
     def run(model: Path, data: Path, names: list[str] | None, dtype: str) -> dict[str, Any]:
-        from distill.evaluation.scores import settled_dtype
+        from distill.evaluation.encoders import resolved_dtype
         from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
 
-        settled = settled_dtype(precision)
+        settled = resolved_dtype(precision)
         encoder = load_teacher(resolve(TeacherOptions(model=str(model), normalize=False, dtype=settled)))
         encoding = Encoding.timed(distinct_texts(nine_tasks(data, names)), lambda texts: encode_all(encoder, texts))
         return encoding.to_json() | {"dtype": settled}

@@ -181,8 +181,8 @@ def measure(rows: int, scratch: Path) -> dict[str, Any]:
 
 
 def table(figures: Sequence[dict[str, Any]]) -> list[str]:
-    def line(title: str, values: Iterable[float], form: str = ",.2f") -> str:
-        return f"{title:<38}" + "".join(f"{value:>14{form}}" for value in values)
+    def line(title: str, values: Iterable[float], encoding: str = ",.2f") -> str:
+        return f"{title:<38}" + "".join(f"{value:>14{encoding}}" for value in values)
 
     def per_row(part: str, name: str) -> list[float]:
         return [1e6 * of[part][name] / (SERVED if part == "serve" else of["rows"]) for of in figures]

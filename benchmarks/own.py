@@ -13,9 +13,9 @@ from benchmarks.vectors import Float16, blocks_of
 from teacher_cache.reading.shuffle import WindowedShuffle
 from teacher_cache.reading.stream import WindowedReader
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import cosine_errors, number_format
+from teacher_cache.storage.codec import cosine_errors, find_encoding
 from teacher_cache.storage.index import Change, row_value, shard_key
-from teacher_cache.storage.manifest import CorpusRecord, Source, writing_manifest
+from teacher_cache.storage.manifest import CorpusRecord, SourceRecord, writing_manifest
 from teacher_cache.table.cache import SHARD_ROWS, TeacherCache
 from teacher_cache.table.view import SpaceView, create_vectors
 
@@ -74,7 +74,7 @@ class Own(Contender, ShardWriter):
 
     def write_shards(self, vectors: Float16, folder: Path) -> None:
         """Whole shards, each durable when its call returns."""
-        array = create_vectors(folder / "vectors.zarr", number_format(self.storage), self.dims, SHARD_ROWS)
+        array = create_vectors(folder / "vectors.zarr", find_encoding(self.storage), self.dims, SHARD_ROWS)
         for number, start in enumerate(range(0, len(vectors), SHARD_ROWS)):
             block = vectors[start : start + SHARD_ROWS]
             array.write_shard(number, block, np.ones(len(block), dtype=bool))
@@ -127,7 +127,7 @@ def publish_rows(cache: TeacherCache, rows: int) -> None:
         columns=("text",),
         records=rows,
         distinct=rows,
-        sources=(Source("made-up", 0, rows),),
+        sources=(SourceRecord("made-up", 0, rows),),
     )
     cache.publish_corpus(record, written)
 

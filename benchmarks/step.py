@@ -44,9 +44,8 @@ import torch
 from transformers.utils import logging
 
 from benchmarks.step_contenders import BATCH, CYCLE, METHODS, OURS, PAPERS, WIDTH, Contender, Task, prepare, take
-from distill.config import StudentConfig
+from distill.config import StudentConfig, resolve_precision
 from distill.student.student import Student, student_shape
-from distill.training.arguments import settled_precision
 
 STEPS, WARM_UP, ROUNDS = 20, 4, 5
 # Of each contender at the most, for its memory.
@@ -127,7 +126,7 @@ def quiet() -> None:
 
 def contenders(only: Sequence[str] | None) -> list[Contender]:
     """In every precision that is a contender's."""
-    best = settled_precision("auto")
+    best = resolve_precision("auto")
     chosen = [method for method in METHODS if only is None or method in only]
     return [
         Contender(method, precision)

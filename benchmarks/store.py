@@ -34,7 +34,7 @@ from benchmarks.own import format_size
 from benchmarks.peers import CONTENDERS, DEFAULT, DEFAULT_64K, HF_ITERABLE, RAW, RAW_64K, REPEATED, ZARR
 from benchmarks.resources import cool
 from benchmarks.store_report import main_figure, markdown, ratios
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.table.cache import SHARD_ROWS
 
 LIBRARIES = ("numpy", "zarr", "numcodecs", "lmdb", "datasets", "pyarrow", "mosaicml-streaming", "litdata", "pylance")
@@ -157,7 +157,7 @@ class Store:
         for path in self.files:
             vectors = np.load(path, mmap_mode="r")[: self.rows]
             found[path.name] = {"rows": len(vectors), "dims": vectors.shape[1], "formats": {}}
-            for storage in FORMATS:
+            for storage in ENCODINGS:
                 with tempfile.TemporaryDirectory(dir=self.contest.folder) as folder:
                     found[path.name]["formats"][storage] = format_size(vectors, storage, Path(folder))
         return found

@@ -10,7 +10,7 @@ import torch
 from tokenizers.models import WordPiece
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertModel, set_seed
 
-from distill.bench.made_up import write_tokenizer
+from distill.bench.synthetic import write_tokenizer
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.folder import ModelFolder

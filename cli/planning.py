@@ -8,7 +8,7 @@ import click
 from cli.common import common_options, emit, say, size
 
 if TYPE_CHECKING:
-    from distill.plan.forecast import Plan
+    from distill.plan.estimate import Plan
 
 # Flags that are settings of a run under another name.
 KEYS = {
@@ -77,7 +77,7 @@ def plan(
     """
     from distill.config import RunConfig
     from distill.plan.devices import parse_bytes
-    from distill.plan.forecast import plan as foretell
+    from distill.plan.estimate import plan as foretell
 
     given = [f"{KEYS[flag]}={value}" for flag, value in flags.items() if value is not None]
     found = foretell(

@@ -152,11 +152,11 @@ def plan(
             f"{result.rows:,} rows, {result.distinct:,} distinct, {result.cached:,} cached, {result.missing:,} to "
             "encode",
             f"about {result.tokens:,} tokens ({result.truncated:.1%} of the texts longer than the maximum)",
-            "size: " + ", ".join(f"{size(count)} as {form}" for form, count in result.bytes.items()),
+            "size: " + ", ".join(f"{size(count)} as {encoding}" for encoding, count in result.bytes.items()),
             *(
                 [
                     "token columns: "
-                    + ", ".join(f"{size(count)} as {form}" for form, count in result.token_bytes.items())
+                    + ", ".join(f"{size(count)} as {encoding}" for encoding, count in result.token_bytes.items())
                 ]
                 if result.token_bytes
                 else []

@@ -516,3 +516,24 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def resolve_precision(precision: str) -> str:
+    """`auto` as bf16 where the hardware multiplies in it, else fp16 on a GPU and fp32 on a processor.
+
+    A rule, not a measurement: a machine always gives the same result, so a run can be resumed exactly.
+
+    Raises:
+        ConfigError: fp16 without a CUDA GPU.
+    """
+    import torch
+
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise ConfigError("training.precision is fp16, which needs a CUDA GPU; use bf16, fp32 or auto")
+    if precision != "auto":
+        return precision
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
+    # torch has no public question for this; emulated bf16 would be slower than fp32.
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if native else "fp32"

@@ -1,7 +1,8 @@
-"""The house keeps its shape: imports go one way, heavy libraries stay in the rooms that wrap them."""
+"""The structure holds: imports go one way, heavy libraries stay in the modules that wrap them."""
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,82 +13,30 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("teacher_cache", "distill", "cli")
 
-# Layer of a module by the longest prefix that fits; a module imports its own layer or lower ones only.
-LAYERS = {
-    "teacher_cache.errors": 0,
-    "teacher_cache.text_key": 0,
-    "teacher_cache.space": 0,
-    "teacher_cache.tokens.request": 0,
-    "teacher_cache": 0,  # the package itself: a version
-    "teacher_cache.corpus.formats": 1,
-    "teacher_cache.corpus.corpus": 1,
-    "teacher_cache.storage": 1,
-    "teacher_cache.teachers": 1,
-    "teacher_cache.reading.shuffle": 1,
-    "teacher_cache.tokens.token_columns": 2,
-    "teacher_cache.table.view": 2,
-    "teacher_cache.table.cache": 2,
-    "teacher_cache.tokens.alignment": 1,
-    "teacher_cache.building.align": 4,
-    "teacher_cache.building.pending": 4,
-    "teacher_cache.table.joint": 3,
-    "teacher_cache.reading.stream": 3,
-    "teacher_cache.building.workers": 3,
-    "teacher_cache.building.build": 4,
-    "teacher_cache.table.intake": 3,
-    "teacher_cache.transfer.convert": 4,
-    "teacher_cache.transfer.merge": 4,
-    "teacher_cache.transfer": 4,
-    "teacher_cache.maintenance.seal": 4,
-    "teacher_cache.maintenance.inspection": 4,
-    "teacher_cache.maintenance.metadata": 4,
-    "teacher_cache.maintenance.verify": 4,
-    "teacher_cache.maintenance.repair": 5,
-    "teacher_cache.maintenance.rebuild": 5,
-    "teacher_cache.maintenance.gc": 5,
-    "teacher_cache.maintenance.info": 4,
-    "teacher_cache.building.plan": 4,
-    "teacher_cache.maintenance.doctor": 5,
-    "distill": 0,
-    "distill.errors": 1,
-    "distill.config": 2,
-    "distill.registry": 2,
-    "distill.objectives": 2,
-    "distill.sharpness": 2,
-    "distill.student.micro_batches": 5,
-    "distill.student.packing": 5,
-    "distill.training.memory": 7,
-    "distill.student.shapes": 2,
-    "distill.plan": 8,
-    "distill.training.assembly": 8,
-    "distill.bench": 9,
-    "distill.data": 6,
-    "distill.student.internals": 6,
-    "distill.data.online": 6,
-    "distill.student.student": 6,
-    "distill.training.loss": 7,
-    "distill.training.targets": 7,
-    "distill.evaluation": 7,
-    "distill.training.callbacks": 7,
-    "distill.training.arguments": 7,
-    "distill.training.checkpoints": 7,
-    "distill.training.validation": 7,
-    "distill.training.method": 7,
-    "distill.analyses.trained_run": 8,
-    "distill.analyses": 8,
-    "distill.training.trainer": 7,
-    "distill.export": 7,
-    "distill.report": 8,
-    "distill.runs.run": 9,
-    "distill.run_folder": 7,
-    "distill.runs.job": 10,
-    "distill.runs.launch": 10,
-    "distill.report.comparison": 8,
-    "distill.runs.sweep": 11,
-    "distill.runs.listing": 9,
-    "distill.runs.demo": 10,
-    "cli": 12,
-}
+# Packages and modules of each root, lowest layer first; one imports its own layer's packages never, lower ones freely.
+LAYERS = (
+    "teacher_cache.errors teacher_cache.space teacher_cache.text_key",
+    "teacher_cache.corpus teacher_cache.storage",
+    "teacher_cache.tokens",
+    "teacher_cache.table teacher_cache.teachers",
+    "teacher_cache.building teacher_cache.reading",
+    "teacher_cache.transfer",
+    "teacher_cache.maintenance",
+    "distill.errors",
+    "distill.registry distill.config distill.run_folder",
+    "distill.objectives",
+    "distill.sharpness",
+    "distill.student distill.evaluation",
+    "distill.data distill.export distill.report",
+    "distill.training",
+    "distill.analyses distill.plan",
+    "distill.bench",
+    "distill.runs",
+    "cli",
+)
+LAYER = {place: number for number, places in enumerate(LAYERS) for place in places.split()}
+# A root holds few things, so that a newcomer sees the structure at once.
+MOST_ENTRIES = {"teacher_cache": 12, "distill": 16}
 
 # Library -> modules (by prefix) that may import it at module level. Inside a function is free elsewhere.
 HEAVY = {
@@ -155,11 +104,9 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def layer(module: str) -> int:
-    while module not in LAYERS:
-        assert "." in module, f"{module} has no layer: say in LAYERS where it stands"
-        module = module.rpartition(".")[0]
-    return LAYERS[module]
+def place(module: str) -> str:
+    """The package or module of a root that a module stands in."""
+    return "cli" if module.startswith("cli") else ".".join(module.split(".")[:2])
 
 
 @functools.cache
@@ -190,12 +137,35 @@ def _imported(path: Path, top_level: bool) -> Iterator[str]:
 MODULES = dict(modules())
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down_the_house_only(module: str) -> None:
-    known = set(MODULES)
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in PACKAGES])
+def test_a_package_imports_lower_layers_only(module: str) -> None:
+    here = place(module)
+    assert here in LAYER, f"{here} has no layer: add it to LAYERS"
     for name in imported(MODULES[module]):
-        if name in known and name != module:
-            assert layer(name) <= layer(module), f"{module} must not import {name}: it stands above it"
+        other = place(name)
+        if name in MODULES and name not in PACKAGES and other != here:
+            assert LAYER[other] < LAYER[here], f"{module} must not import {name}: {other} is not below {here}"
+
+
+@pytest.mark.parametrize("package", ["teacher_cache", "distill", "cli"])
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
+    ours = {name: path for name, path in MODULES.items() if name.startswith(f"{package}.")}
+    graph = {
+        name: {other for other in imported(path) if other in ours and other != name} for name, path in ours.items()
+    }
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize("package", MOST_ENTRIES)
+def test_a_root_has_few_entries(package: str) -> None:
+    entries = {entry for entry in LAYER if entry.startswith(f"{package}.")}
+    on_disk = {
+        f"{package}.{path.stem}"
+        for path in (ROOT / package).iterdir()
+        if not path.name.startswith("__") and path.name != "py.typed"
+    }
+    assert on_disk == entries
+    assert len(entries) <= MOST_ENTRIES[package]
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("teacher_cache")])

@@ -20,7 +20,7 @@ from cli.tcache import main as tcache
 from distill.config import RunConfig
 from distill.objectives import OBJECTIVES
 from teacher_cache.space import LABELS, EmbeddingSpace
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.index import DATABASES
 
 ROOT = Path(__file__).parent.parent
@@ -258,7 +258,7 @@ def test_fields_of_a_space_are_told_with_their_part_in_the_fingerprint() -> None
 def test_number_formats_and_their_bounds_are_told() -> None:
     told = table(sections(DOCS / "cache-format.md")["number-formats"])
     assert {name: (float(cells[1].strip("`")), float(cells[2].strip("`"))) for name, cells in told.items()} == {
-        name: (form.max_cosine_error, form.max_norm_error) for name, form in FORMATS.items()
+        name: (encoding.max_cosine_error, encoding.max_norm_error) for name, encoding in ENCODINGS.items()
     }
 
 

@@ -27,7 +27,8 @@ from distill.analyses.base import Analysis, names_of, one_of
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, Input, PairTask, Task, unit_rows
-from distill.evaluation.evaluator import NINE, encode_all, nine_tasks
+from distill.evaluation.encoders import encode_all
+from distill.evaluation.evaluator import NINE, nine_tasks
 from distill.evaluation.retrieval import Retrieval, retrieval_tasks
 from distill.evaluation.task_file import read_task_file
 

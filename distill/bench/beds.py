@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from distill.bench.made_up import BACKEND, MadeUpAnswers, model_config, write_student, write_teacher
 from distill.bench.settings import CORPUS, BenchSettings
-from distill.config import RunConfig, StudentConfig, TeacherConfig
+from distill.bench.synthetic import BACKEND, MadeUpAnswers, model_config, write_student, write_teacher
+from distill.config import RunConfig, StudentConfig, TeacherConfig, resolve_precision
 from distill.errors import ConfigError, DistillError, NeedsNotMet
 from distill.objectives.base import StudentShape, TeacherShape
 from distill.registry import construct
 from distill.student.shapes import find_shape, is_shape
 from distill.student.student import student_shape
-from distill.training.arguments import settled_precision
 from distill.training.targets import attention_layers, teacher_shape
 from teacher_cache.building.build import build
 from teacher_cache.building.workers import LocalWorkers, Workers
@@ -104,7 +103,7 @@ class _Maker:
         folder = ModelFolder(Path(resolve(TeacherOptions(model=self.student.model)).folder or self.student.model))
         self.tokenizer = AutoTokenizer.from_pretrained(folder.encoder, local_files_only=True)
         self.positions = folder.positions
-        self.dtype = DTYPES[settled_precision(settings.precision)]
+        self.dtype = DTYPES[resolve_precision(settings.precision)]
 
     def bed(self, lengths: int | str) -> Bed:
         settings = self.settings

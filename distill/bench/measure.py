@@ -19,9 +19,8 @@ import torch
 from distill.bench.beds import Bed, beds
 from distill.bench.settings import BASELINE, ONLINE, BenchSettings, Method
 from distill.bench.turn import DATA, PARTS, Step, Turn, take_turn
-from distill.config import RunConfig
+from distill.config import RunConfig, resolve_precision
 from distill.errors import ConfigError
-from distill.training.arguments import settled_precision
 from distill.training.callbacks import cycle_means
 from teacher_cache.errors import KnownError
 
@@ -97,7 +96,7 @@ def bench(settings: BenchSettings, *, report: Callable[[Progress], None] = lambd
     cycle = settings.cycle()
     settings = replace(settings, steps=-(-settings.steps // cycle) * cycle)
     methods, base = settings.rows(), settings.run_config()
-    precision = settled_precision(settings.precision)
+    precision = resolve_precision(settings.precision)
     if settings.memory_cap is not None:
         _cap(settings.memory_cap)
     alone = settings.alone and not torch.cuda.is_available()

@@ -17,7 +17,7 @@ from teacher_cache.errors import TeacherError
 from teacher_cache.reading.stream import Batch
 from teacher_cache.teachers.pieces import ignores_case, pieces_of, require_offsets
 from teacher_cache.tokens.alignment import Alignment, align, dense
-from teacher_cache.tokens.request import ID, ROLE, TEXT, TextTokens
+from teacher_cache.tokens.request import ID, ROLE, TEXT_TOKEN, TextTokens
 
 if TYPE_CHECKING:
     from distill.data.online import OnlineTeacher
@@ -135,7 +135,7 @@ class Collator:
             self._refuse_other_tokens(records, mine, by_token)
         special = torch.zeros_like(mask)
         for place, pieces in enumerate(mine):
-            special[place, mask[place]] = torch.from_numpy(pieces[:, ROLE] != TEXT)
+            special[place, mask[place]] = torch.from_numpy(pieces[:, ROLE] != TEXT_TOKEN)
         batch: dict[str, Any] = {"special": special, "teacher_tokens": self._padded(by_token)}
         if self.needs.alignment is not None:
             found = self._aligned(records, by_token, mine)
@@ -178,7 +178,7 @@ class Collator:
         for number, (said, place) in enumerate(zip(by_token, places, strict=True)):
             tensors["states"][number, place] = torch.from_numpy(said.states)
             tensors["mask"][number, place] = True
-            tensors["special"][number, place] = torch.from_numpy(said.pieces[:, ROLE] != TEXT)
+            tensors["special"][number, place] = torch.from_numpy(said.pieces[:, ROLE] != TEXT_TOKEN)
             if self.needs.importance and said.importance is not None:
                 tensors["importance"][number, place] = torch.from_numpy(said.importance)
             if self._maps and said.attention is not None:

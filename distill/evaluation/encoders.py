@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from distill.errors import EvaluationError
-from distill.evaluation.base import DOCUMENT, QUERY, TEXT
+from distill.config import resolve_precision
+from distill.errors import ConfigError, EvaluationError
+from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CacheNotFound, MissingRows
@@ -32,7 +33,11 @@ from teacher_cache.teachers import (
 
 # Of a space that an evaluation makes: what is read back is what the model said, so scores do not change by keeping.
 STORAGE = "float32"
+# Texts in one call of the encoder: enough to sort by length within, few enough to hold tokenised.
+CHUNK = 4096
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 Announce = Callable[[str], None]
 
@@ -233,3 +238,45 @@ def _refuse_unkept(texts: Sequence[str]) -> None:
             raise EvaluationError(
                 f"the text {excerpt(text)} holds half a surrogate pair, and a cache keeps Unicode alone; mend it"
             ) from None
+
+
+def resolved_dtype(dtype: str) -> str:
+    """`auto` as bfloat16 where this machine multiplies in it, else float32.
+
+    A rule and no measurement: students that are compared must be scored alike, also on a busy machine.
+
+    Raises:
+        ConfigError: neither auto, fp32 nor bf16.
+    """
+    if dtype == "auto":
+        return "bfloat16" if resolve_precision("auto") == "bf16" else "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; expected auto, {' or '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def encode_all(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    """`(n, d)` vectors of n >= 1 texts, encoded `CHUNK` at a time into one matrix.
+
+    Raises:
+        EvaluationError: the encoder gives a wrong number of vectors, or another width than before.
+    """
+    if isinstance(encoder, CachedEncoder):
+        encoder.fill(texts)  # all at once: a model is loaded for each time that something is missing
+    matrix: npt.NDArray[np.float32] | None = None
+    for start in range(0, len(texts), CHUNK):
+        chunk = texts[start : start + CHUNK]
+        vectors = np.asarray(encoder.encode(chunk), dtype=np.float32)
+        if matrix is None:
+            width = vectors.shape[-1] if vectors.ndim == 2 else 0
+            matrix = np.empty((len(texts), width), dtype=np.float32)
+        expected = (len(chunk), matrix.shape[1])
+        if vectors.shape != expected or expected[1] == 0:
+            raise EvaluationError(
+                f"the encoder gave an array of shape {vectors.shape} for {len(chunk)} texts, expected "
+                f"({len(chunk)}, {expected[1] or 'd'})"
+            )
+        matrix[start : start + len(chunk)] = vectors
+    if matrix is None:
+        raise EvaluationError("nothing to encode: the tasks list no texts")
+    return matrix

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from distill.errors import EvaluationError
 from distill.evaluation import load_task
 from distill.evaluation.base import QUERY, ROLES, TEACHER, TEACHER_DOCUMENT, TEXT, Encoder, Report, Task, TaskScore
-from distill.evaluation.encoders import CachedEncoder
+from distill.evaluation.encoders import CachedEncoder, encode_all
 from distill.evaluation.retrieval import Retrieval
 from distill.evaluation.roles import (
     AS_MODEL,
@@ -31,8 +31,6 @@ from distill.evaluation.roles import (
 if TYPE_CHECKING:
     from teacher_cache.teachers import TeacherOptions
 
-# Texts in one call of the encoder: enough to sort by length within, few enough to hold tokenised.
-CHUNK = 4096
 
 # The nine tasks of the TALAS table: name -> (kind of task, domain).
 NINE: dict[str, tuple[str, str]] = {
@@ -237,33 +235,6 @@ class Evaluator:
                 f"{sum(map(len, bad.values()))} of {sum(map(len, rows.values()))} texts got vectors with NaN or "
                 f"infinity (by task: {', '.join(listed)}); encode in float32, or check the model's weights"
             )
-
-
-def encode_all(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-    """`(n, d)` vectors of n >= 1 texts, encoded `CHUNK` at a time into one matrix.
-
-    Raises:
-        EvaluationError: the encoder gives a wrong number of vectors, or another width than before.
-    """
-    if isinstance(encoder, CachedEncoder):
-        encoder.fill(texts)  # all at once: a model is loaded for each time that something is missing
-    matrix: npt.NDArray[np.float32] | None = None
-    for start in range(0, len(texts), CHUNK):
-        chunk = texts[start : start + CHUNK]
-        vectors = np.asarray(encoder.encode(chunk), dtype=np.float32)
-        if matrix is None:
-            width = vectors.shape[-1] if vectors.ndim == 2 else 0
-            matrix = np.empty((len(texts), width), dtype=np.float32)
-        expected = (len(chunk), matrix.shape[1])
-        if vectors.shape != expected or expected[1] == 0:
-            raise EvaluationError(
-                f"the encoder gave an array of shape {vectors.shape} for {len(chunk)} texts, expected "
-                f"({len(chunk)}, {expected[1] or 'd'})"
-            )
-        matrix[start : start + len(chunk)] = vectors
-    if matrix is None:
-        raise EvaluationError("nothing to encode: the tasks list no texts")
-    return matrix
 
 
 @dataclass(frozen=True)

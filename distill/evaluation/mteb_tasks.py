@@ -12,10 +12,9 @@ import numpy.typing as npt
 
 from distill.errors import EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, TaskScore
-from distill.evaluation.encoders import DOCUMENT_PROMPTS, ModelEncoder, Room, asked_by_role
-from distill.evaluation.evaluator import encode_all
+from distill.evaluation.encoders import DOCUMENT_PROMPTS, ModelEncoder, Room, asked_by_role, encode_all
 from teacher_cache.errors import MissingDependency
-from teacher_cache.teachers import TeacherOptions, prompts_of, resolve, settle_dtype
+from teacher_cache.teachers import TeacherOptions, prompts_of, resolve, resolve_dtype
 
 if TYPE_CHECKING:
     from mteb.abstasks import AbsTask
@@ -161,7 +160,7 @@ class MtebEncoder:
 
 
 def _loading(room: Room) -> Callable[[TeacherOptions], Encoder]:
-    return lambda options: ModelEncoder(settle_dtype(resolve(options)), room)
+    return lambda options: ModelEncoder(resolve_dtype(resolve(options)), room)
 
 
 def _task(name: str) -> "AbsTask":

@@ -7,7 +7,7 @@ from typing import Any
 
 from distill.errors import EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEACHER, TEACHER_DOCUMENT, TEACHER_QUERY, TEXT
-from distill.evaluation.encoders import CachedEncoder, ModelEncoder, Room, asked_by_role
+from distill.evaluation.encoders import CachedEncoder, ModelEncoder, Room, asked_by_role, resolved_dtype
 from distill.run_folder import FINAL, RECORD, read_record, recorded_space
 from teacher_cache.space import LABELS, EmbeddingSpace
 from teacher_cache.table.cache import CACHE_JSON, TeacherCache
@@ -75,7 +75,7 @@ def model_encoders(
     """An encoder of the evaluated model for each of its roles; equal ways of asking share one.
 
     Unless `options.normalize` says otherwise, vectors are taken before any normalisation. An "auto" precision is
-    settled as `settled_dtype` does.
+    settled as `resolved_dtype` does.
 
     Args:
         cache: where its vectors are kept; None keeps none.
@@ -178,9 +178,6 @@ def _encoders(asked: Mapping[str, TeacherOptions], cache: Path | None, announce:
 
 def _settled(asked: Mapping[str, TeacherOptions], cache: Path | None = None) -> dict[str, TeacherOptions]:
     """The same in one precision in place of "auto": that of a space of the cache, else by rule, never measured."""
-    # The module of scores imports the evaluator, and that this one.
-    from distill.evaluation.scores import settled_dtype
-
     specs = [resolve(options) for options in asked.values() if options.dtype == "auto"]
     if not specs:
         return dict(asked)
@@ -189,7 +186,7 @@ def _settled(asked: Mapping[str, TeacherOptions], cache: Path | None = None) -> 
         with TeacherCache.open(cache) as table:
             held = [view.space.dtype for spec in specs if (view := table.find_space(spec.space)) is not None]
     # A teacher without files has its own.
-    dtype = held[0] if held else "float32" if specs[0].folder is None else settled_dtype("auto")
+    dtype = held[0] if held else "float32" if specs[0].folder is None else resolved_dtype("auto")
     return {
         role: replace(options, dtype=dtype) if options.dtype == "auto" else options for role, options in asked.items()
     }

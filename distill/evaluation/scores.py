@@ -8,38 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distill.errors import ConfigError
 from distill.evaluation.base import Task
+from distill.evaluation.encoders import resolved_dtype
 from distill.evaluation.evaluator import evaluate_model, nine_tasks
 from distill.run_folder import FINAL, SCORES, read_record
 from teacher_cache.storage.files import digest, replacing
 from teacher_cache.teachers import TeacherOptions, resolve
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-
-def settled_dtype(dtype: str) -> str:
-    """`auto` as bfloat16 where this machine multiplies in it, else float32.
-
-    A rule and no measurement: students that are compared must be scored alike, also on a busy machine.
-
-    Raises:
-        ConfigError: neither auto, fp32 nor bf16.
-    """
-    from distill.training.arguments import settled_precision
-
-    if dtype == "auto":
-        return "bfloat16" if settled_precision("auto") == "bf16" else "float32"
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; expected auto, {' or '.join(DTYPES)}")
-    return DTYPES[dtype]
-
 
 def settled(options: TeacherOptions) -> TeacherOptions:
-    """The same in one precision in place of "auto", as `settled_dtype` says; a model without files has its own."""
+    """The same in one precision in place of "auto", as `resolved_dtype` says; a model without files has its own."""
     if resolve(options).space.dtype != "auto":
         return options
-    return replace(options, dtype=settled_dtype("auto"))
+    return replace(options, dtype=resolved_dtype("auto"))
 
 
 def depends_on(options: TeacherOptions, tasks: Sequence[Task] = ()) -> dict[str, Any]:
@@ -75,7 +56,7 @@ def kept_scores(
     record = read_record(folder, SCORES)
     if record is None:
         return None
-    options = TeacherOptions(model=str(folder / FINAL), dtype=settled_dtype(dtype))
+    options = TeacherOptions(model=str(folder / FINAL), dtype=resolved_dtype(dtype))
     asked = depends_on(options, nine_tasks(data, names))
     files = asked.pop("files")
     same = all(record.get(key) == value for key, value in asked.items())
@@ -125,7 +106,7 @@ def score(
         said.append(line)
         announce(line)
 
-    options = replace(options, dtype=settled_dtype(dtype))
+    options = replace(options, dtype=resolved_dtype(dtype))
     report = evaluate_model(options, data, names=names, announce=hear)
     record: dict[str, Any] = finite(report.to_json())
     return record | {"asked": said[-1]} | depends_on(options, nine_tasks(data, names))

@@ -54,8 +54,8 @@ def comparison_columns(comparison: Comparison) -> list[Column]:
     for key, header in zip(comparison.differing, short_keys(comparison.differing), strict=True):
         columns.append(Column(header, tuple(setting(group.settings.get(key)) for group in groups), right=False))
     figures = [group.figures for group in groups]
-    for name, header, form in _figures({name for known in figures for name in known}):
-        columns.append(Column(header, tuple(_cell(known.get(name), form) for known in figures)))
+    for name, header, kind in _figures({name for known in figures for name in known}):
+        columns.append(Column(header, tuple(_cell(known.get(name), kind) for known in figures)))
     return columns
 
 
@@ -130,16 +130,16 @@ def _only(short: str, keys: Sequence[str]) -> bool:
 
 
 def _figures(known: set[str]) -> Iterator[tuple[str, str, str]]:
-    """`(name, header, form)` of the figures that are known, in the table's order."""
+    """`(name, header, kind)` of the figures that are known, in the table's order."""
     tasks = [name.removeprefix("tasks.") for name in known if name.startswith("tasks.")]
     for task in sorted(tasks, key=[*NINE, *sorted(set(tasks) - set(NINE))].index):
         yield f"tasks.{task}", f"{task} *" if NINE.get(task, ("", ""))[1] == "in" else task, "score"
     for name, label in AVERAGES.items():
         if f"average.{name}" in known:
             yield f"average.{name}", f"average {label}", "score"
-    for name, (header, form) in FIGURES.items():
+    for name, (header, kind) in FIGURES.items():
         if name in known:
-            yield name, header, form
+            yield name, header, kind
 
 
 def _status(group: Group) -> str:
@@ -158,19 +158,19 @@ def _count(group: Group) -> str:
     return status if len(group.rows) == 1 else f"{good} of {len(group.rows)}, {status}"
 
 
-def _cell(figure: Figure | None, form: str) -> str:
+def _cell(figure: Figure | None, kind: str) -> str:
     if figure is None:
         return NOTHING
-    spread = form in ("score", "ratio", "seconds") and figure.deviation is not None
-    return _number(figure.mean, form) + (f" ± {_number(figure.deviation or 0.0, form)}" if spread else "")
+    spread = kind in ("score", "ratio", "seconds") and figure.deviation is not None
+    return _number(figure.mean, kind) + (f" ± {_number(figure.deviation or 0.0, kind)}" if spread else "")
 
 
-def _number(value: float, form: str) -> str:
-    if form == "bytes":
+def _number(value: float, kind: str) -> str:
+    if kind == "bytes":
         power = 3 if value >= 1e9 else 2 if value >= 1e6 else 1
         return f"{value / 1000**power:.{max(0, power - 1)}f} {('kB', 'MB', 'GB')[power - 1]}"
-    if form == "count":
+    if kind == "count":
         return f"{value / 1e6:.2f} M"
-    if form == "percent":
+    if kind == "percent":
         return f"{value:.1%}"
-    return f"{value:.{ {'score': 2, 'ratio': 3, 'seconds': 4}[form] }f}"
+    return f"{value:.{ {'score': 2, 'ratio': 3, 'seconds': 4}[kind] }f}"

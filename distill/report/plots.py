@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from distill.report.answers import answer_plots
+from distill.report.analysis_plots import answer_plots
 from distill.report.bench import bench_plots
 from distill.report.comparison import Figure
 from distill.report.curves import curves, validation

@@ -20,14 +20,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from distill.config import RunConfig
+from distill.config import RunConfig, resolve_precision
 from distill.errors import ConfigError, RunFolderError
 from distill.evaluation.agreement import agreement
 from distill.export import load_export
 from distill.export.card import model_card
 from distill.run_folder import CONFIG, FINAL, RECORD, read_record
 from distill.student.student import Student, student_shape
-from distill.training.arguments import settled_precision, training_arguments
+from distill.training.arguments import training_arguments
 from distill.training.assembly import Assembly
 from distill.training.callbacks import TrainingProgress, ValidationReport
 from distill.training.checkpoints import last_checkpoint, step_of, whole_checkpoints
@@ -41,7 +41,7 @@ from distill.training.method import (
     settled,
 )
 from distill.training.targets import Targets
-from distill.training.trainer import DistillTrainer, require_room
+from distill.training.trainer import DistillTrainer, check_disk_space
 from distill.training.validation import Validation, best, points
 from teacher_cache.storage.files import replacing
 from teacher_cache.table.cache import TeacherCache
@@ -160,7 +160,7 @@ def run(
         }
         if leads:
             needed = 2 * 4 * record["student"]["parameters"]
-            require_room(folder, needed, "the exported student, written and then renamed,")
+            check_disk_space(folder, needed, "the exported student, written and then renamed,")
             rows = np.linspace(0, cache.rows - 1, min(CHECKED_TEXTS, cache.rows)).astype(np.int64)
             cosine = export(student, projection, config.export.normalize, folder / FINAL, cache.texts(rows))
             record["exported"] = {"step": taken, "texts": len(rows), "smallest_cosine": cosine}
@@ -276,7 +276,7 @@ def _describe(made: Assembly) -> dict[str, Any]:
         "data": sections["data"],
         "evaluation": sections["evaluation"],
         "export": sections["export"],
-        "precision": settled_precision(config.training.precision),
+        "precision": resolve_precision(config.training.precision),
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES},
     }

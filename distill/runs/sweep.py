@@ -119,10 +119,10 @@ class SweepConfig:
             settled[resolved] = one.name
         _check_each(planned)
         if self.data is not None:
+            from distill.evaluation.encoders import resolved_dtype
             from distill.evaluation.evaluator import nine_tasks
-            from distill.evaluation.scores import settled_dtype
 
-            settled_dtype(self.dtype)
+            resolved_dtype(self.dtype)
             nine_tasks(Path(self.data), self.tasks)
         return planned
 

@@ -1,7 +1,8 @@
 """A batch as one row of its texts' own tokens, without padding, for encoders that can be asked so.
 
 Layers that look at tokens one by one (embeddings, linear layers, norms, activations, dropout) see the tokens alone, one
-text behind the other; attention alone is computed in the pieces of `distill.student.micro_batches`, each padded to its longest text.
+text after the other; attention alone is computed in micro-batches (`distill.student.micro_batches`), each padded to its
+longest text.
 What a token's state is does not change. transformers' attention interface hands the layout on as a keyword argument, so
 that a block which is computed again in the backward pass finds it too.
 """

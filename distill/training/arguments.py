@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from distill.config import RunConfig
+from distill.config import RunConfig, resolve_precision
 from distill.errors import ConfigError
 from distill.objectives.base import Objective
 from teacher_cache.errors import MissingDependency
@@ -50,7 +50,7 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
         )
     own_schedule = training.lr_scheduler_type == LINEAR_CYCLES
     cosine_floor = {"min_lr_rate": training.min_lr_rate} if training.lr_scheduler_type.endswith("min_lr") else {}
-    precision = settled_precision(training.precision)
+    precision = resolve_precision(training.precision)
     evaluation, choosing = config.evaluation, config.keeps_best
     arguments: dict[str, Any] = {
         "output_dir": config.output_dir,
@@ -104,22 +104,6 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
         return TrainingArguments(**arguments)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"training arguments were refused: {' '.join(str(error).split())}") from error
-
-
-def settled_precision(precision: str) -> str:
-    """`auto` as bf16 where the processor or GPU multiplies in it, else fp16 on a GPU, fp32 on a processor.
-
-    A rule, not a measurement: the same machine always answers the same, so a run can be resumed exactly.
-    """
-    if precision == "fp16" and not torch.cuda.is_available():
-        raise ConfigError("training.precision is fp16, which needs a CUDA GPU; use bf16, fp32 or auto")
-    if precision != "auto":
-        return precision
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
-    # torch has no public question for this; emulated bf16 would be slower than fp32.
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bf16" if native else "fp32"
 
 
 def linear_cycles(steps: int, cycles: int, floor: float, warmup: int = 0) -> Callable[[int], float]:

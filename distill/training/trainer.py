@@ -382,7 +382,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         needed = 3 * 4 * sum(parameter.numel() for parameter in self.model.parameters())
         kept = {} if self.sharpness is None else self.sharpness.state_dict()
         needed += sum(tensor.nbytes for tensor in kept.values())
-        require_room(Path(self.args.output_dir), needed, f"checkpoint {self.state.global_step}")
+        check_disk_space(Path(self.args.output_dir), needed, f"checkpoint {self.state.global_step}")
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -404,7 +404,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         return True
 
 
-def require_room(folder: Path, needed: int, what: str) -> None:
+def check_disk_space(folder: Path, needed: int, what: str) -> None:
     """Refuse to begin writing `needed` bytes that the disk has no room for.
 
     Raises:

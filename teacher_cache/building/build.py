@@ -20,18 +20,18 @@ from teacher_cache.building.pending import OpenShard, OpenTokens, batches, missi
 from teacher_cache.building.workers import LocalWorkers, Workers
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.codec import number_format
+from teacher_cache.storage.codec import find_encoding
 from teacher_cache.storage.manifest import (
     CorpusRecord,
     Manifest,
-    Source,
+    SourceRecord,
     used_rows,
     writing_domains,
     writing_manifest,
 )
 from teacher_cache.table.cache import TeacherCache, checked_name
 from teacher_cache.table.view import SpaceView
-from teacher_cache.teachers import resolve, settle_dtype, token_shape
+from teacher_cache.teachers import resolve, resolve_dtype, token_shape
 from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
 from teacher_cache.tokens.request import TokenRequest, TokenShape
 from teacher_cache.tokens.token_columns import (
@@ -39,7 +39,7 @@ from teacher_cache.tokens.token_columns import (
     STATES,
     TokenRecord,
     checked_layers,
-    token_format,
+    token_encoding,
 )
 
 # Records read at a time, and texts given to a worker at a time.
@@ -147,9 +147,9 @@ def build(
         checked_name(name)
     # Before anything is written: a mistake leaves no folder behind.
     if storage is not None:
-        number_format(storage)
+        find_encoding(storage)
     if token_storage is not None:
-        token_format(token_storage)
+        token_encoding(token_storage)
     spec = resolve(teacher)
     shape = None if tokens is None else token_shape(spec)
     if tokens is not None and tokens.attention and shape is not None:
@@ -160,7 +160,7 @@ def build(
         manifest = ingest(corpus, table, name, report)
         used = manifest.used_rows(table.rows)
         distinct = int(used.sum())
-        spec = settle_dtype(spec, (record.space for record in table.space_records().values()))
+        spec = resolve_dtype(spec, (record.space for record in table.space_records().values()))
         known = table.find_space(spec.space)
         view = table.ensure_space(spec.space, storage or (known.record.storage if known else "float16"))
         if tokens is not None and shape is not None:
@@ -255,7 +255,7 @@ def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Pro
         columns=tuple(corpus.columns),
         records=writer.records,
         distinct=int(used_rows(rows, table.rows).sum()),
-        sources=tuple(Source(*source) for source in corpus.sources),
+        sources=tuple(SourceRecord(*source) for source in corpus.sources),
         counts=dict(corpus.counts),
         domains=tuple(corpus.domains),
         domain_records=tuple(corpus.domains.values()),
@@ -379,7 +379,7 @@ def _fill(
             progress.done += len(rows)
             progress.tokens = filled.tokens
             progress.tokens_per_second = filled.tokens / (time.monotonic() - started)
-            progress.bytes += len(rows) * view.form.row_bytes(view.dims)
+            progress.bytes += len(rows) * view.encoding.row_bytes(view.dims)
             report(progress)
     return filled
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from teacher_cache.corpus.corpus import Corpus
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.table.cache import CACHE_JSON, TeacherCache
-from teacher_cache.teachers import load_teacher, resolve, settle_dtype, token_shape
+from teacher_cache.teachers import load_teacher, resolve, resolve_dtype, token_shape
 from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
 from teacher_cache.text_key import KEY_BYTES, text_keys
 from teacher_cache.tokens.request import TokenRequest
-from teacher_cache.tokens.token_columns import TOKEN_FORMATS, TokenRecord, checked_layers
+from teacher_cache.tokens.token_columns import TOKEN_ENCODINGS, TokenRecord, checked_layers
 
 READ_RECORDS = 8192
 # Texts whose tokens are counted to estimate those of all, and texts that `probe` times.
@@ -121,7 +121,7 @@ def plan(
         wanted = TokenRecord.wanted(shape, tokens, None, held.record)
         spec = replace(spec, request=TokenRequest(wanted.attention))
         maps = np.array([wanted.attention_bytes(int(length)) for length in lengths]).mean()
-        for name in TOKEN_FORMATS:
+        for name in TOKEN_ENCODINGS:
             states = replace(wanted, storage=name).token_bytes() * lengths.mean()
             new = states * (len(distinct) - held.states) + maps * (len(distinct) - held.attention)
             token_bytes[name] = round(float(new))
@@ -141,7 +141,8 @@ def plan(
         tokens=total,
         truncated=float((counts > spec.space.max_length).mean()) if len(counts) else 0.0,
         bytes={
-            name: (len(distinct) - held.vectors) * form.row_bytes(spec.space.dims) for name, form in FORMATS.items()
+            name: (len(distinct) - held.vectors) * encoding.row_bytes(spec.space.dims)
+            for name, encoding in ENCODINGS.items()
         },
         hours=total / rate / 3600 if rate else None,
         basis=basis if rate else "",
@@ -195,7 +196,7 @@ def _token_counts(texts: Sequence[str], spec: TeacherSpec) -> np.ndarray[Any, An
 def _timed(spec: TeacherSpec, texts: Sequence[str]) -> float:
     """Tokens a second of the loaded teacher."""
     if spec.space.dtype == "auto":
-        spec = settle_dtype(spec)
+        spec = resolve_dtype(spec)
     loaded = load_teacher(spec)
     loaded.encode(texts[:2])  # the first call pays for set-up
     started = time.monotonic()

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from teacher_cache.corpus.corpus import Fingerprint
 from teacher_cache.errors import CorpusNotFound, DamagedCache, FormatVersionError
 from teacher_cache.storage.chunks import Rows
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import ShardRecord
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord
 from teacher_cache.storage.shards import ShardedArray
-from teacher_cache.storage.texts import KEYS, TEXT, TextTable
+from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY, TextTable
 from teacher_cache.table.cache import CORPUS_JSON, SPACE_JSON, TeacherCache
 from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView
 from teacher_cache.text_key import text_keys
@@ -28,7 +28,7 @@ from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, Stored
 
 # What a teacher's own normalising may leave of a unit length, and what two number formats may add to it: a vector may
 # have been stored in another one before.
-UNIT_LENGTH = 1e-3 + 2 * max(form.max_norm_error for form in FORMATS.values())
+UNIT_LENGTH = 1e-3 + 2 * max(encoding.max_norm_error for encoding in ENCODINGS.values())
 # Rows decoded at a time for their lengths, records of a corpus read at a time.
 _BLOCK_ROWS = 1024
 _READ_RECORDS = 8192
@@ -96,7 +96,7 @@ class Inspection:
     def texts(self) -> Iterator[Damage]:
         """What is wrong with the text table and its keys; to be called first."""
         index, table = self.cache.index, self.cache.texts_table
-        names = [TEXT, KEYS]
+        names = [TEXT_ARRAY, KEY_ARRAY]
         for record in self.cache.space_records().values():
             arrays = record.columns.arrays if record.columns is not None else ()
             names += [record.array_name, *(f"{record.name}/{array}" for array in arrays)]
@@ -105,7 +105,7 @@ class Inspection:
             rows, keys = index.rows(), index.key_count()
         if keys != rows:
             yield Damage("count", f"the index has {keys} text keys for {rows} rows", abs(keys - rows))
-        numbers = {*range(-(-rows // table.shard_rows)), *self._numbers(TEXT), *self._numbers(KEYS)}
+        numbers = {*range(-(-rows // table.shard_rows)), *self._numbers(TEXT_ARRAY), *self._numbers(KEY_ARRAY)}
         for number in sorted(numbers):
             found = self.text_shard(number)
             self.texts_sound &= not found
@@ -138,7 +138,7 @@ class Inspection:
                 f"shard {number} of the text table: {len(wrong)} keys are not the hash of their text, "
                 f"{listed('row', wrong)}",
                 len(wrong),
-                KEYS,
+                KEY_ARRAY,
                 number,
             )
         elsewhere = self.cache.index.find(made) != np.arange(first, first + count)
@@ -149,7 +149,7 @@ class Inspection:
                 f"shard {number} of the text table: {len(misplaced)} keys are indexed under another row or not at "
                 f"all, {listed('row', misplaced)}",
                 len(misplaced),
-                KEYS,
+                KEY_ARRAY,
                 number,
             )
 
@@ -416,7 +416,7 @@ def restored(view: SpaceView, values: Rows) -> npt.NDArray[np.float32]:
     """`(n, dims)` float32 of rows as they are stored, damaged ones included."""
     vectors = np.empty((len(values), view.dims), dtype=np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
-        view.form.restore(values, vectors)
+        view.encoding.restore(values, vectors)
     return vectors
 
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.maintenance.inspection import unreadable
-from teacher_cache.storage.codec import number_format
+from teacher_cache.storage.codec import find_encoding
 from teacher_cache.storage.files import make_folder, replacing
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.storage.shards import ShardedArray
-from teacher_cache.storage.texts import KEYS, TEXT, TextTable
+from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY, TextTable
 from teacher_cache.table.cache import CACHE_JSON, CORPUS_JSON, INDEX, LOCK, SPACE_JSON, write_cache_json
 from teacher_cache.table.view import SPACES, SpaceRecord, create_vectors
 from teacher_cache.tokens.token_columns import TokenRecord, create_array
@@ -38,8 +38,8 @@ class LostMetadata:
 
 def restore_cache_json(path: Path) -> None:
     """Write `cache.json` anew where it cannot be read but the texts say the size of a shard; the index is not asked."""
-    if (path / LOCK).exists() and (path / TEXT).is_dir() and not _readable(path / CACHE_JSON):
-        write_cache_json(path, ShardedArray(path / TEXT).shard_rows)
+    if (path / LOCK).exists() and (path / TEXT_ARRAY).is_dir() and not _readable(path / CACHE_JSON):
+        write_cache_json(path, ShardedArray(path / TEXT_ARRAY).shard_rows)
 
 
 def restore_metadata(path: Path) -> list[LostMetadata]:
@@ -50,7 +50,7 @@ def restore_metadata(path: Path) -> list[LostMetadata]:
         DamagedCache: the index cannot be opened, or neither it nor the texts' metadata tell the size of a shard.
     """
     found: list[LostMetadata] = []
-    if not (path / LOCK).exists() or not (path / TEXT).is_dir():
+    if not (path / LOCK).exists() or not (path / TEXT_ARRAY).is_dir():
         return found
     lock = WriterLock(path / LOCK)
     index = Index(path / INDEX, writable=False)
@@ -81,9 +81,9 @@ def restore_metadata(path: Path) -> list[LostMetadata]:
 def _shard_rows(path: Path, index: Index) -> int:
     """Rows of a shard, which every record of the index says."""
     if Index.exists(index.folder):
-        for _, record in index.iter_shards(TEXT):
+        for _, record in index.iter_shards(TEXT_ARRAY):
             return len(record.present)
-    return ShardedArray(path / TEXT).shard_rows
+    return ShardedArray(path / TEXT_ARRAY).shard_rows
 
 
 def _readable(path: Path) -> bool:
@@ -112,16 +112,16 @@ def _arrays(path: Path, index: Index, shard_rows: int) -> Iterator[tuple[str, Pa
         return make
 
     def of_vectors(record: SpaceRecord) -> Callable[[Path], ShardedArray]:
-        form = number_format(record.storage)
-        return lambda scratch: create_vectors(scratch / record.array, form, record.space.dims, shard_rows)
+        encoding = find_encoding(record.storage)
+        return lambda scratch: create_vectors(scratch / record.array, encoding, record.space.dims, shard_rows)
 
     def of_tokens(columns: TokenRecord, name: str, array: str) -> Callable[[Path], ShardedArray]:
         shards = index.iter_shards(name)
         rows = next((len(shard.present) for _, shard in shards), columns.shard_rows(shard_rows))
         return lambda scratch: create_array(scratch / array, columns, array, rows)
 
-    yield TEXT, path / TEXT, of_texts(TEXT)
-    yield KEYS, path / KEYS, of_texts(KEYS)
+    yield TEXT_ARRAY, path / TEXT_ARRAY, of_texts(TEXT_ARRAY)
+    yield KEY_ARRAY, path / KEY_ARRAY, of_texts(KEY_ARRAY)
     for slug, data in index.records("spaces").items():
         record = SpaceRecord.from_json(data)
         yield record.array_name, path / SPACES / slug / record.array, of_vectors(record)

@@ -28,7 +28,7 @@ from teacher_cache.storage.index import Change, Index, ShardRecord, shard_key
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
 from teacher_cache.storage.shards import ShardedArray
-from teacher_cache.storage.texts import KEYS, TEXT, TextTable
+from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY, TextTable
 from teacher_cache.table.cache import CORPUS_JSON, INDEX, LOCK, SPACE_JSON, check_format
 from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView
 from teacher_cache.text_key import text_keys
@@ -189,7 +189,7 @@ class _Making:
             texts = None
         shard = _TextShard(number * self.shard_rows, rows, found[:rows])
         present = np.arange(self.shard_rows) < rows
-        for array, name, values in ((text, TEXT, texts), (keys, KEYS, stored)):
+        for array, name, values in ((text, TEXT_ARRAY, texts), (keys, KEY_ARRAY, stored)):
             if values is not None and len(found) >= rows > 0:
                 size = array.shard_path(number).stat().st_size
                 record = ShardRecord(array.codec.digest(values[:rows]), 0.0, size, present)
@@ -279,7 +279,7 @@ class _Making:
         for array, column in columns.items():
             body, mask = bodies[array], present[array]
             if body is not None and mask.any():
-                worst = tokens.form.max_cosine_error if array == STATES else 0.0
+                worst = tokens.encoding.max_cosine_error if array == STATES else 0.0
                 size = column.array.shard_path(number).stat().st_size
                 record = ShardRecord(column.array.codec.digest(body[mask]), worst, size, mask)
                 changes.append(Change("shards", shard_key(column.name, number), record.pack()))
@@ -291,7 +291,7 @@ class _Making:
         if values is None:
             return None
         path = view.vectors.shard_path(number)
-        places = np.flatnonzero(~view.form.is_blank(values))
+        places = np.flatnonzero(~view.encoding.is_blank(values))
         finite, sound = vectors_sound(view, values[places])
         good = finite & sound & (places + number * self.shard_rows < self.result.rows)
         if not good.all():
@@ -301,7 +301,7 @@ class _Making:
         present = np.zeros(self.shard_rows, dtype=bool)
         present[places[good]] = True
         digest = view.vectors.codec.digest(values[present])
-        return ShardRecord(digest, view.form.max_cosine_error, path.stat().st_size, present)
+        return ShardRecord(digest, view.encoding.max_cosine_error, path.stat().st_size, present)
 
     # Corpora
 

@@ -24,7 +24,7 @@ from teacher_cache.storage.column import Column
 from teacher_cache.storage.files import make_folder, sync_folder
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.manifest import CorpusRecord, domain_numbers, writing_domains, writing_manifest
-from teacher_cache.storage.texts import KEYS, TEXT, TextTable
+from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY, TextTable
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.text_key import KEY_BYTES, text_keys
@@ -343,8 +343,8 @@ class _TextShard:
         self.count = min(table.shard_rows, cache.rows - self.first)
         # Where key and text differ though both are what was written, the index has to tell which one is right.
         unpaired = any(found.kind == "key" for found in damage)
-        self.text_sound = not unpaired and all(found.array != TEXT for found in damage)
-        self.keys_sound = not unpaired and all(found.array != KEYS for found in damage)
+        self.text_sound = not unpaired and all(found.array != TEXT_ARRAY for found in damage)
+        self.keys_sound = not unpaired and all(found.array != KEY_ARRAY for found in damage)
         self.texts = _readable(table.text, number, self.count)
         if not self.text_sound:
             self._keep_the_proven(table)

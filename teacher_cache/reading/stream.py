@@ -119,7 +119,7 @@ class WindowedReader:
         if vectors.dtype == window.stored.dtype and vectors.shape[1] == window.stored.shape[1]:
             np.take(window.stored, places, axis=0, out=vectors, mode="clip")  # other modes buffer the result
         else:
-            self.space.form.restore(window.stored[places], vectors)
+            self.space.encoding.restore(window.stored[places], vectors)
         wanted = places.tolist()
         return Batch(
             [column[place] for column in window.texts for place in wanted],
@@ -182,8 +182,8 @@ class WindowedReader:
         if which not in self._buffers:
             # The last window of an epoch may hold a smaller batch more.
             largest = min(len(self.order), self.order.window + self.order.batch)
-            form, dims = self.space.form, self.space.dims
-            self._buffers[which] = np.empty((largest, form.width(dims)), dtype=form.dtype)
+            encoding, dims = self.space.encoding, self.space.dims
+            self._buffers[which] = np.empty((largest, encoding.width(dims)), dtype=encoding.dtype)
             self._buffers[which].fill(0)  # in memory from the start: what fits the first window fits all
         return self._buffers[which][:rows]
 

@@ -18,7 +18,7 @@ _BLOCK_ROWS = 1024
 
 
 @dataclass(frozen=True)
-class NumberFormat:
+class Encoding:
     """How the numbers of one space are stored: cast to a float type.
 
     Attributes:
@@ -59,7 +59,7 @@ class NumberFormat:
 
 
 @dataclass(frozen=True)
-class BlockFormat(NumberFormat):
+class BlockFormat(Encoding):
     """Eight-bit integers with a float16 scale for every `BLOCK` numbers of a vector.
 
     x = q * scale with q in [-127, 127] and scale = max |x| / 127 of the block. A row on disk is its d integers
@@ -103,27 +103,27 @@ class BlockFormat(NumberFormat):
 
 # float16 keeps 11 significant bits: on real vectors 1 - cos stays below 1e-7. The bounds leave room for
 # rows with many tiny entries, not for rows that overflow or vanish.
-FORMATS: dict[str, NumberFormat] = {
-    form.name: form
-    for form in (
-        NumberFormat("float16", "<f2", True, True, 1e-6, 1e-3),
-        NumberFormat("raw", "<f2", False, False, 1e-6, 1e-3),
+ENCODINGS: dict[str, Encoding] = {
+    encoding.name: encoding
+    for encoding in (
+        Encoding("float16", "<f2", True, True, 1e-6, 1e-3),
+        Encoding("raw", "<f2", False, False, 1e-6, 1e-3),
         BlockFormat("compact", "|i1", False, True, 1e-4, 1e-2),
-        NumberFormat("float32", "<f4", True, True, 0.0, 0.0),
+        Encoding("float32", "<f4", True, True, 0.0, 0.0),
     )
 }
 
 
-def number_format(name: str) -> NumberFormat:
+def find_encoding(name: str) -> Encoding:
     """The format of that name.
 
     Raises:
         CacheError: no such format.
     """
     try:
-        return FORMATS[name]
+        return ENCODINGS[name]
     except KeyError:
-        raise CacheError(f"unknown number format {name!r}; known: {', '.join(FORMATS)}") from None
+        raise CacheError(f"unknown number format {name!r}; known: {', '.join(ENCODINGS)}") from None
 
 
 @dataclass(frozen=True)
@@ -156,23 +156,23 @@ def cosine_errors(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) 
         return np.asarray((chord**2).sum(axis=1) / 2)
 
 
-def check_rows(vectors: npt.NDArray[np.float32], form: NumberFormat) -> Checked:
+def check_rows(vectors: npt.NDArray[np.float32], encoding: Encoding) -> Checked:
     """Convert `(n, d)` float32 vectors to the format and compare every row with what will be read back."""
-    stored = form.store(vectors)
+    stored = encoding.store(vectors)
     back = np.empty_like(vectors)
     with np.errstate(invalid="ignore"):
-        form.restore(stored, back)
+        encoding.restore(stored, back)
     cosine_error = np.empty(len(vectors))
     refused: dict[int, str] = {}
     for start in range(0, len(vectors), _BLOCK_ROWS):  # in float64, so not all at once
         block = slice(start, start + _BLOCK_ROWS)
-        cosine_error[block], reasons = _compare(vectors[block], back[block], form)
+        cosine_error[block], reasons = _compare(vectors[block], back[block], encoding)
         refused |= {start + row: reason for row, reason in reasons.items()}
     return Checked(stored, cosine_error, refused)
 
 
 def _compare(
-    vectors: npt.NDArray[np.float32], stored: npt.NDArray[np.float32], form: NumberFormat
+    vectors: npt.NDArray[np.float32], stored: npt.NDArray[np.float32], encoding: Encoding
 ) -> tuple[npt.NDArray[np.float64], dict[int, str]]:
     exact, back = vectors.astype(np.float64), stored.astype(np.float64)
     cosine_error = cosine_errors(exact, back)
@@ -180,7 +180,7 @@ def _compare(
         norm, back_norm = np.linalg.norm(exact, axis=1), np.linalg.norm(back, axis=1)
         norm_error = np.abs(back_norm - norm) / norm
         # NaN compares false, so a row that is not finite or has no length is not good.
-        good = (cosine_error <= form.max_cosine_error) & (norm_error <= form.max_norm_error)
+        good = (cosine_error <= encoding.max_cosine_error) & (norm_error <= encoding.max_norm_error)
     reasons: dict[int, str] = {}
     for row in np.flatnonzero(~good).tolist():
         largest = np.abs(exact[row]).max()
@@ -191,13 +191,13 @@ def _compare(
         elif largest == 0:
             reasons[row] = "the teacher gave a zero vector"
         elif not np.isfinite(back[row]).all():
-            reasons[row] = f"overflows {form.name}: largest value {largest:.4g}"
+            reasons[row] = f"overflows {encoding.name}: largest value {largest:.4g}"
         elif back_norm[row] == 0:
-            reasons[row] = f"vanishes in {form.name}: largest value {largest:.4g}"
+            reasons[row] = f"vanishes in {encoding.name}: largest value {largest:.4g}"
         else:
             reasons[row] = (
-                f"{form.name} would change it too much: 1 - cos {cosine_error[row]:.2g} "
-                f"(bound {form.max_cosine_error:g}), norm off by {norm_error[row]:.2g} "
-                f"(bound {form.max_norm_error:g})"
+                f"{encoding.name} would change it too much: 1 - cos {cosine_error[row]:.2g} "
+                f"(bound {encoding.max_cosine_error:g}), norm off by {norm_error[row]:.2g} "
+                f"(bound {encoding.max_norm_error:g})"
             )
     return np.where(good, cosine_error, np.nan), reasons

@@ -27,7 +27,7 @@ CORPORA = "corpora"
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceRecord:
     """Records `[first, first + records)` of a corpus came from this file.
 
     Attributes:
@@ -59,7 +59,7 @@ class CorpusRecord:
     columns: tuple[str, ...]
     records: int
     distinct: int
-    sources: tuple[Source, ...]
+    sources: tuple[SourceRecord, ...]
     counts: dict[str, int] = field(default_factory=dict)
     domains: tuple[str, ...] = ()
     domain_records: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class CorpusRecord:
         fields: dict[str, Any] = json.loads(data)
         for name in ("columns", "domains", "domain_records"):  # records of older versions have no domains
             fields[name] = tuple(fields.get(name, ()))
-        fields["sources"] = tuple(Source(**source) for source in fields["sources"])
+        fields["sources"] = tuple(SourceRecord(**source) for source in fields["sources"])
         return cls(**fields)
 
     def shares_source(self, origins: Sequence[str]) -> bool:

@@ -19,8 +19,8 @@ from teacher_cache.storage.index import Change, Index, ShardRecord, shard_key
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.text_key import KEY_BYTES, text_keys
 
-TEXT = "texts/text"
-KEYS = "texts/keys"
+TEXT_ARRAY = "texts/text"
+KEY_ARRAY = "texts/keys"
 CHUNK_ROWS = 64
 # Rows that go into one transaction of the index. The more do, the more of them share the pages that it writes
 # anew: at 2 million rows, an eighth of this takes four times as long.
@@ -32,18 +32,18 @@ class TextTable:
 
     def __init__(self, cache: Path, index: Index) -> None:
         self.index = index
-        self.text = Column(index, TEXT, cache / TEXT)
-        self.keys = Column(index, KEYS, cache / KEYS)
+        self.text = Column(index, TEXT_ARRAY, cache / TEXT_ARRAY)
+        self.keys = Column(index, KEY_ARRAY, cache / KEY_ARRAY)
         self.shard_rows = self.text.shard_rows
 
     @staticmethod
     def create(cache: Path, shard_rows: int) -> None:
         chunk = math.gcd(CHUNK_ROWS, shard_rows)
         ShardedArray.create(
-            cache / TEXT, width=None, dtype="str", shard_rows=shard_rows, chunk_rows=chunk, compressed=True
+            cache / TEXT_ARRAY, width=None, dtype="str", shard_rows=shard_rows, chunk_rows=chunk, compressed=True
         )
         ShardedArray.create(
-            cache / KEYS,
+            cache / KEY_ARRAY,
             width=KEY_BYTES,
             dtype="u1",
             shard_rows=shard_rows,

@@ -29,12 +29,12 @@ from teacher_cache.errors import (
     SpaceNotFound,
 )
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import number_format
+from teacher_cache.storage.codec import find_encoding
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, replacing
 from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
-from teacher_cache.storage.texts import TEXT, TextAppender, TextTable
+from teacher_cache.storage.texts import TEXT_ARRAY, TextAppender, TextTable
 from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView, create_vectors
 from teacher_cache.text_key import KEY_RULE, text_keys
 from teacher_cache.tokens.token_columns import TokenRecord, create_array
@@ -319,12 +319,12 @@ class TeacherCache:
                     "out, or build into another cache"
                 )
             return view
-        form = number_format(storage)
+        encoding = find_encoding(storage)
         folder = self.path / SPACES / space.slug
         shutil.rmtree(folder, ignore_errors=True)  # a leftover that was never published
         make_folder(folder)
         record = SpaceRecord(space, storage)
-        create_vectors(folder / record.array, form, space.dims, self.shard_rows)
+        create_vectors(folder / record.array, encoding, space.dims, self.shard_rows)
         with replacing(folder / SPACE_JSON) as file:  # for people and other tools; the index is what counts
             file.write(record.to_json())
         return self._view(record)
@@ -443,7 +443,7 @@ def _check_index(path: Path) -> None:
 
 def _has_shards(path: Path) -> bool:
     """Whether texts were written here, so that it was a cache once, whatever it lacks now."""
-    return (path / LOCK).exists() and (path / TEXT / "c").is_dir()
+    return (path / LOCK).exists() and (path / TEXT_ARRAY / "c").is_dir()
 
 
 def _is_half_made(path: Path) -> bool:

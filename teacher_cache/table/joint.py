@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.codec import NumberFormat, Stored, number_format
+from teacher_cache.storage.codec import Encoding, Stored, find_encoding
 from teacher_cache.table.view import SpaceView
 
 
@@ -31,7 +31,7 @@ class JointSpace:
         self.spaces = tuple(spaces)
         self.slug = "+".join(slugs)
         self.dims = sum(space.dims for space in spaces)
-        self.form: NumberFormat = number_format("float32")
+        self.encoding: Encoding = find_encoding("float32")
         self.tokens = None
 
     def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import NumberFormat, Stored, check_rows, joint_error, number_format
+from teacher_cache.storage.codec import Encoding, Stored, check_rows, find_encoding, joint_error
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, quarantine_key
 from teacher_cache.storage.shards import ShardedArray
@@ -78,16 +78,16 @@ class SpaceRecord:
         return cls(space, record["storage"], record["tokens"], record["seconds"], array, columns)
 
 
-def create_vectors(folder: Path, form: NumberFormat, dims: int, shard_rows: int) -> ShardedArray:
+def create_vectors(folder: Path, encoding: Encoding, dims: int, shard_rows: int) -> ShardedArray:
     """An empty array for vectors of that many numbers in that format."""
     return ShardedArray.create(
         folder,
-        width=form.width(dims),
-        dtype=form.dtype,
+        width=encoding.width(dims),
+        dtype=encoding.dtype,
         shard_rows=shard_rows,
         chunk_rows=math.gcd(CHUNK_ROWS, shard_rows),
-        compressed=form.compressed,
-        checksum=form.checksum,
+        compressed=encoding.compressed,
+        checksum=encoding.checksum,
     )
 
 
@@ -101,7 +101,7 @@ class SpaceView:
         self.space = record.space
         self.slug = record.space.slug
         self.array_name = record.array_name
-        self.form: NumberFormat = number_format(record.storage)
+        self.encoding: Encoding = find_encoding(record.storage)
         self.column = Column(index, self.array_name, self.folder / record.array)
         self.vectors = self.column.array
 
@@ -159,11 +159,11 @@ class SpaceView:
         if into.dtype == self.vectors.dtype and into.flags.c_contiguous:
             self.gather_stored(rows, into)
         else:
-            self.form.restore(self.gather_stored(rows), into)
+            self.encoding.restore(self.gather_stored(rows), into)
         return into
 
     def gather_stored(self, rows: npt.NDArray[np.int64], out: Stored | None = None) -> Stored:
-        """`(n, form.width(dims))` rows as they are stored, for `form.restore`; otherwise like `gather`."""
+        """`(n, encoding.width(dims))` rows as they are stored, for `encoding.restore`; otherwise like `gather`."""
         try:
             return self.column.read(rows, out)
         except MissingRows:
@@ -211,7 +211,7 @@ class SpaceView:
         Raises:
             DamagedCache: the shard's older rows are not what was written; nothing changes.
         """
-        checked = check_rows(vectors, self.form)
+        checked = check_rows(vectors, self.encoding)
         good = np.array([place not in checked.refused for place in range(len(rows))], dtype=bool)
         refused = {int(rows[place]): reason for place, reason in checked.refused.items()}
         changes = [

@@ -123,7 +123,7 @@ def token_shape(spec: TeacherSpec) -> TokenShape:
     return backend_class(spec.space.backend).token_shape(spec)
 
 
-def settle_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> TeacherSpec:
+def resolve_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> TeacherSpec:
     """Turn an "auto" precision into a real one; any other spec comes back as it is.
 
     Args:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import TeacherError
-from teacher_cache.tokens.request import CLOSING, END, ID, OPENING, OTHER, ROLE, START, TEXT
+from teacher_cache.tokens.request import CLOSING, END, ID, OPENING, OTHER, ROLE, START, TEXT_TOKEN
 
 
 def pieces_of(
@@ -34,7 +34,7 @@ def pieces_of(
     text = ~special & ~in_prompt
     pieces[text, START] = np.maximum(spans[text, 0] - prompt_characters, 0)
     pieces[text, END] = spans[text, 1] - prompt_characters
-    pieces[:, ROLE] = np.where(text, TEXT, OTHER)
+    pieces[:, ROLE] = np.where(text, TEXT_TOKEN, OTHER)
     if count and special[-1]:
         pieces[-1, ROLE] = CLOSING
     if count and special[0]:

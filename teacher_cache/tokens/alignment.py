@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import TeacherError
-from teacher_cache.tokens.request import CLOSING, OPENING, ROLE, TEXT
+from teacher_cache.tokens.request import CLOSING, OPENING, ROLE, TEXT_TOKEN
 
 METHODS = ("offset", "mined_types", "mined_dp", "dtw_mean", "dtw_strict")
 # Methods that give a token one counterpart at most, on both sides.
@@ -145,7 +145,7 @@ def edit_distances(ours: Sequence[str], theirs: Sequence[str]) -> npt.NDArray[np
 def _words(text: str, pieces: npt.NDArray[np.int32], lower: bool) -> _Words:
     words = _Words([], [], [], [])
     for place, (_, start, end, role) in enumerate(pieces.tolist()):
-        if role != TEXT:
+        if role != TEXT_TOKEN:
             continue
         raw = text[start:end]
         string = raw.strip()

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 # Part a token plays: of the text itself; the special in front ([CLS], <s>); the one behind ([SEP], </s>); any
 # other that is no part of the text, such as a prompt's.
-TEXT, OPENING, CLOSING, OTHER = range(4)
+TEXT_TOKEN, OPENING, CLOSING, OTHER = range(4)
 
 # Columns of `TextTokens.pieces`.
 ID, START, END, ROLE = range(4)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import CacheError, DamagedCache, MissingRows, TeacherError
 from teacher_cache.storage.chunks import Rows
-from teacher_cache.storage.codec import FORMATS, NumberFormat, check_rows
+from teacher_cache.storage.codec import ENCODINGS, Encoding, check_rows
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, quarantine_key
 from teacher_cache.storage.shards import ShardedArray
@@ -35,10 +35,10 @@ SHARD_BYTES = 64 * 2**20
 USUAL_TOKENS = 32
 # Hidden states have a few numbers that are far larger than the rest, which cost the others of their block precision:
 # half a step of every number of the worst block is 1 - cos = 5e-4, and one token must not cost a text its states.
-TOKEN_FORMATS: dict[str, NumberFormat] = {
-    "float16": FORMATS["float16"],
-    "raw": FORMATS["raw"],
-    "compact": replace(FORMATS["compact"], max_cosine_error=5e-4),
+TOKEN_ENCODINGS: dict[str, Encoding] = {
+    "float16": ENCODINGS["float16"],
+    "raw": ENCODINGS["raw"],
+    "compact": replace(ENCODINGS["compact"], max_cosine_error=5e-4),
 }
 _PIECE = np.dtype("<i4")
 _HALF = np.dtype("<f2")
@@ -74,8 +74,8 @@ class TokenRecord:
         return cls(shape, storage or (held.storage if held is not None else "float16"), layers)
 
     @property
-    def form(self) -> NumberFormat:
-        return token_format(self.storage)
+    def encoding(self) -> Encoding:
+        return token_encoding(self.storage)
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class TokenRecord:
 
     def state_bytes(self) -> int:
         """Of one token's state, before compression."""
-        return self.form.row_bytes(self.shape.width)
+        return self.encoding.row_bytes(self.shape.width)
 
     def token_bytes(self) -> int:
         """Of one token's state and piece, before compression."""
@@ -114,15 +114,15 @@ class TokenRecord:
         return cls(TokenShape(**record["shape"]), record["storage"], None if layers is None else tuple(layers))
 
 
-def token_format(name: str) -> NumberFormat:
+def token_encoding(name: str) -> Encoding:
     """The number format of token states of that name.
 
     Raises:
         CacheError: states are not kept in such a format.
     """
-    if name not in TOKEN_FORMATS:
-        raise CacheError(f"unknown number format {name!r} of token states; known: {', '.join(TOKEN_FORMATS)}")
-    return TOKEN_FORMATS[name]
+    if name not in TOKEN_ENCODINGS:
+        raise CacheError(f"unknown number format {name!r} of token states; known: {', '.join(TOKEN_ENCODINGS)}")
+    return TOKEN_ENCODINGS[name]
 
 
 def checked_layers(layers: Sequence[int], shape: TokenShape) -> tuple[int, ...]:
@@ -146,8 +146,8 @@ def create_array(folder: Path, record: TokenRecord, array: str, shard_rows: int)
         folder,
         shard_rows=shard_rows,
         chunk_rows=math.gcd(CHUNK_ROWS, shard_rows),
-        itemsize={STATES: np.dtype(record.form.dtype), PIECES: _PIECE, ATTENTION: _HALF}[array].itemsize,
-        compressed=record.form.compressed or array != STATES,
+        itemsize={STATES: np.dtype(record.encoding.dtype), PIECES: _PIECE, ATTENTION: _HALF}[array].itemsize,
+        compressed=record.encoding.compressed or array != STATES,
     )
 
 
@@ -204,7 +204,7 @@ class TokenColumns:
         """
         self.index = index
         self.record = record
-        self.form = record.form
+        self.encoding = record.encoding
         self.columns = {array: Column(index, f"{name}/{array}", folder / array) for array in record.arrays}
         self.shard_rows = self.columns[STATES].shard_rows
         self._name = name
@@ -296,7 +296,7 @@ class TokenColumns:
         """
         self._require(stored)
         into = np.empty((stored.tokens, self.record.shape.width), dtype=np.float32) if states is None else states
-        self.form.restore(self._states(stored.states), into)
+        self.encoding.restore(self._states(stored.states), into)
         if stored.attention is None:
             return TextTokens(into, _pieces(stored.pieces))
         halves = np.frombuffer(stored.attention, dtype=_HALF).astype(np.float32)
@@ -304,7 +304,7 @@ class TokenColumns:
         return TextTokens(into, _pieces(stored.pieces), halves[: stored.tokens], maps)
 
     def _states(self, blob: bytes) -> Rows:
-        return np.frombuffer(blob, dtype=self.form.dtype).reshape(-1, self.form.width(self.record.shape.width))
+        return np.frombuffer(blob, dtype=self.encoding.dtype).reshape(-1, self.encoding.width(self.record.shape.width))
 
     def _require(self, stored: StoredTokens) -> None:
         wrong = self.wrong(stored)
@@ -370,15 +370,15 @@ class TokenColumns:
 
     def _check(self, said: Sequence[TextTokens], places: list[int], checked: CheckedTokens, attention: bool) -> None:
         together = np.concatenate([said[place].states for place in places])
-        stored = self.form.store(together)
-        errors = _error_bounds(together, stored, self.form)
+        stored = self.encoding.store(together)
+        errors = _error_bounds(together, stored, self.encoding)
         begin = 0
         for place in places:
             text = said[place]
             end = begin + len(text.pieces)
             reasons: dict[int, str] = {}
-            if not errors[begin:end].max() <= self.form.max_cosine_error:
-                exact = check_rows(together[begin:end], self.form)
+            if not errors[begin:end].max() <= self.encoding.max_cosine_error:
+                exact = check_rows(together[begin:end], self.encoding)
                 reasons, errors[begin:end] = exact.refused, exact.cosine_error
             if reasons:
                 checked.refused[place] = f"tokens: {next(iter(reasons.values()))}"
@@ -434,7 +434,7 @@ class TokenColumns:
         return changes
 
 
-def _error_bounds(states: npt.NDArray[np.float32], stored: Rows, form: NumberFormat) -> npt.NDArray[np.floating]:
+def _error_bounds(states: npt.NDArray[np.float32], stored: Rows, encoding: Encoding) -> npt.NDArray[np.floating]:
     """`(n,)`: a bound on 1 - cos between the rows of `(n, d)` states and what is read back; NaN or infinite if not.
 
     |x - y|^2 = (|x| - |y|)^2 + 2 |x| |y| (1 - cos), all in float32: a tenth of the time of `check_rows`. It bounds the
@@ -442,7 +442,7 @@ def _error_bounds(states: npt.NDArray[np.float32], stored: Rows, form: NumberFor
     """
     back = np.empty_like(states)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        form.restore(stored, back)
+        encoding.restore(stored, back)
         lengths = np.einsum("ij,ij->i", states, states) * np.einsum("ij,ij->i", back, back)
         back -= states
         return np.asarray(np.einsum("ij,ij->i", back, back) / (2 * np.sqrt(lengths)))

@@ -2,7 +2,7 @@
 
 # name -> module with SUFFIX (what a file's name ends with, "" for a folder), LIBRARY (what it needs, "" for
 # nothing), write(target, blocks, exported) and read(source, asked).
-FORMATS: dict[str, str] = {
+EXPORT_FORMATS: dict[str, str] = {
     "npy": "teacher_cache.transfer.npy",
     "parquet": "teacher_cache.transfer.parquet",
     "hf-dataset": "teacher_cache.transfer.hf_dataset",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError, SpaceMismatch
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import number_format
+from teacher_cache.storage.codec import find_encoding
 from teacher_cache.table.intake import mapped
 
 
@@ -34,7 +34,7 @@ class Origin:
     @property
     def dtype(self) -> str:
         """Of exported vectors: half precision is kept, everything else is told in float32."""
-        return "<f2" if number_format(self.storage).dtype == "<f2" else "<f4"
+        return "<f2" if find_encoding(self.storage).dtype == "<f2" else "<f4"
 
     def to_json(self) -> str:
         record = {
@@ -57,7 +57,7 @@ class Origin:
         try:
             record = json.loads(data)
             space = EmbeddingSpace.from_json(record["space"])
-            storage = number_format(record["storage"]).name
+            storage = find_encoding(record["storage"]).name
             found = cls(space, storage, record["corpus"], float(record["worst_error"]))
             fingerprint = record["fingerprint"]
         except (ValueError, KeyError, TypeError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.codec import NumberFormat, check_rows, joint_error, number_format
+from teacher_cache.storage.codec import Encoding, check_rows, find_encoding, joint_error
 from teacher_cache.storage.files import replacing
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.shards import ShardedArray
@@ -60,7 +60,7 @@ def convert(
         DamagedCache: a shard is not what was written; the space stays as it is.
         CacheError: a vector that the new format cannot hold; the same.
     """
-    form = number_format(storage)
+    encoding = find_encoding(storage)
     with TeacherCache.open(path, "r+") as cache:
         view = cache.space(space)
         before = view.record
@@ -78,13 +78,13 @@ def convert(
             ]
         )
         shutil.rmtree(folder / after.array, ignore_errors=True)
-        array = create_vectors(folder / after.array, form, view.dims, cache.shard_rows)
+        array = create_vectors(folder / after.array, encoding, view.dims, cache.shard_rows)
         changes = [Change("spaces", view.slug.encode(), after.to_json())]
         size_before = size = done = 0
         worst = 0.0
         total = view.present_count()
         for number, record in cache.index.iter_shards(view.array_name):
-            new = _convert_shard(view, record, number, array, form)
+            new = _convert_shard(view, record, number, array, encoding)
             # The old records stay with the old files: who has the space open asks for them shard by shard.
             changes.append(Change("shards", shard_key(after.array_name, number), new.pack()))
             size_before, size, worst = size_before + record.size, size + new.size, max(worst, new.worst_error)
@@ -97,18 +97,18 @@ def convert(
 
 
 def _convert_shard(
-    view: SpaceView, record: ShardRecord, number: int, array: ShardedArray, form: NumberFormat
+    view: SpaceView, record: ShardRecord, number: int, array: ShardedArray, encoding: Encoding
 ) -> ShardRecord:
     stored = view.vectors.read_checked(number, record.present, record.digest)
     vectors = np.empty((len(stored), view.dims), dtype=np.float32)
-    view.form.restore(stored, vectors)
-    checked = check_rows(vectors, form)
+    view.encoding.restore(stored, vectors)
+    checked = check_rows(vectors, encoding)
     within = np.flatnonzero(record.present)
     if checked.refused:
         place, reason = next(iter(checked.refused.items()))
         raise CacheError(
-            f"row {number * array.shard_rows + within[place]} of space {view.slug} cannot be stored as {form.name}: "
-            f"{reason}; the space stays {view.form.name}"
+            f"row {number * array.shard_rows + within[place]} of space {view.slug} cannot be stored as "
+            f"{encoding.name}: {reason}; the space stays {view.encoding.name}"
         )
     body = array.empty(array.shard_rows)
     body[within] = checked.stored

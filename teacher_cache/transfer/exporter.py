@@ -20,7 +20,7 @@ from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, sync_fold
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.intake import CheckedVectors, checked_texts
 from teacher_cache.table.view import SpaceView
-from teacher_cache.transfer import FORMATS
+from teacher_cache.transfer import EXPORT_FORMATS
 from teacher_cache.transfer.base import Block, Origin
 
 BLOCK_RECORDS = 4096
@@ -68,7 +68,7 @@ def export(
     """Write the texts and vectors of one space to `output`, which appears whole or not at all.
 
     Args:
-        form: a name of `FORMATS`.
+        form: a name of `EXPORT_FORMATS`.
         corpus: its records in their order, duplicates kept; the texts of a record of several come one after
             the other. None exports every distinct text that has a vector, in row order.
 
@@ -108,9 +108,9 @@ def export(
 
 
 def _format(name: str, output: Path) -> Any:
-    if name not in FORMATS:
-        raise CacheError(f"unknown export format {name!r}; known: {', '.join(FORMATS)}")
-    module = import_module(FORMATS[name])
+    if name not in EXPORT_FORMATS:
+        raise CacheError(f"unknown export format {name!r}; known: {', '.join(EXPORT_FORMATS)}")
+    module = import_module(EXPORT_FORMATS[name])
     if module.LIBRARY and find_spec(module.LIBRARY) is None:
         raise MissingDependency(f"exporting as {name} needs {module.LIBRARY}: pip install 'teacher-cache[formats]'")
     if output.suffix.lower() != module.SUFFIX and module.SUFFIX:

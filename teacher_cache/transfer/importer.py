@@ -15,14 +15,14 @@ import numpy.typing as npt
 from teacher_cache.building.build import READ_RECORDS, Progress, ingest
 from teacher_cache.corpus.corpus import Corpus, corpus_name
 from teacher_cache.errors import CacheError, CorpusError, SpaceMismatch
-from teacher_cache.storage.codec import number_format
+from teacher_cache.storage.codec import find_encoding
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table import intake
 from teacher_cache.table.cache import TeacherCache, checked_name
 from teacher_cache.table.intake import RowList, difference, disagreeing, excerpt, fill, grouped, mapped, unnamed_file
 from teacher_cache.table.view import SpaceView
 from teacher_cache.text_key import KEY_BYTES, text_keys
-from teacher_cache.transfer import FORMATS
+from teacher_cache.transfer import EXPORT_FORMATS
 from teacher_cache.transfer.base import Asked, Given
 from teacher_cache.transfer.foreign import foreign_space
 
@@ -97,7 +97,7 @@ def import_vectors(
     if name is not None:
         checked_name(name)
     if storage is not None:
-        number_format(storage)
+        find_encoding(storage)
     module = import_module(_module_of(source, corpus))
     with ExitStack() as stack:
         # A cache that is there is held from the start: what was compared must still be true when it is written.
@@ -173,7 +173,7 @@ def _module_of(source: Path, corpus: Corpus | None) -> str:
         raise CorpusError(f"{source} holds vectors alone: name the files of their texts with --corpus")
     if corpus is not None and not bare:
         raise CorpusError(f"{source} has texts of its own: leave --corpus out")
-    return FORMATS[form]
+    return EXPORT_FORMATS[form]
 
 
 def _float32(vectors: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

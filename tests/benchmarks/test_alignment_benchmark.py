@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from benchmarks import alignment
-from teacher_cache.tokens.request import CLOSING, OTHER, TEXT
+from teacher_cache.tokens.request import CLOSING, OTHER, TEXT_TOKEN
 from tests.conftest import varied_texts
 from tests.teacher_cache.tiny_teachers import write_xlm_roberta
 
 
 def test_shares_count_specials_and_leave_prompts_out() -> None:
     # "river": the student has it whole, the teacher as riv|er behind a prompt's token; both close.
-    student = np.array([[1, 0, 5, TEXT], [2, 0, 0, CLOSING]], np.int32)
-    teacher = np.array([[9, 0, 0, OTHER], [1, 0, 3, TEXT], [2, 3, 5, TEXT], [3, 0, 0, CLOSING]], np.int32)
+    student = np.array([[1, 0, 5, TEXT_TOKEN], [2, 0, 0, CLOSING]], np.int32)
+    teacher = np.array([[9, 0, 0, OTHER], [1, 0, 3, TEXT_TOKEN], [2, 3, 5, TEXT_TOKEN], [3, 0, 0, CLOSING]], np.int32)
     found = alignment.measure("offset", ["river"], [teacher], [student], lower=True)
     assert found["student"] == 1
     assert found["teacher"] == pytest.approx(2 / 3)

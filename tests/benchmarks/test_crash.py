@@ -10,7 +10,7 @@ from benchmarks import crash, damage
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.maintenance.repair import repair
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 
 # Each goes on where the one before was killed: making the cache, texts, publishing the corpus, vectors.
 MOMENTS = [
@@ -78,7 +78,7 @@ def test_builds_killed_at_random_end_as_those_that_never_were(tmp_path: Path, se
 @pytest.mark.slow
 def test_every_damage_is_found_and_mended_in_every_format(tmp_path: Path) -> None:
     corpora = crash.write_corpora(tmp_path)
-    wholes = {storage: crash.reference(tmp_path, corpora, storage)[0] for storage in FORMATS}
+    wholes = {storage: crash.reference(tmp_path, corpora, storage)[0] for storage in ENCODINGS}
     outcomes = damage.damage_caches(wholes, corpora, 1)
-    assert len(outcomes) == len(FORMATS) * len(damage.DAMAGE) + len(damage.OTHER_DAMAGE)
+    assert len(outcomes) == len(ENCODINGS) * len(damage.DAMAGE) + len(damage.OTHER_DAMAGE)
     assert [outcome for outcome in outcomes if not outcome.ok] == []

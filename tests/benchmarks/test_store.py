@@ -28,7 +28,7 @@ from benchmarks.vectors import (
     source_of,
     write_vectors,
 )
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
@@ -240,7 +240,7 @@ def test_a_quick_run_measures_everything_and_uses_its_data_again(
     )
     assert set(results["memory"][DEFAULT]) == {"900", "9000"}
     assert set(results["write"]) == {DEFAULT, ZARR}
-    assert set(results["size"]["real.npy"]["formats"]) == set(FORMATS)
+    assert set(results["size"]["real.npy"]["formats"]) == set(ENCODINGS)
     assert markdown(results) in capsys.readouterr().out
     store.main(["shuffle", *arguments])
     assert "writing" not in capsys.readouterr().err

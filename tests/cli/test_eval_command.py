@@ -215,7 +215,7 @@ def test_the_scores_say_what_they_depend_on(tiny_student: Path, collection: Path
 def test_the_precision_that_is_kept_is_the_one_that_was_used(
     tiny_student: Path, tmp_path: Path, dtype: str, used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.training.arguments.settled_precision", lambda precision: "bf16")
+    monkeypatch.setattr("distill.config.resolve_precision", lambda precision: "bf16")
     result = distill(
         "eval", tiny_student, "--data", write_tasks(tmp_path / "data"), "--tasks", "stsb", "--dtype", dtype, "--json"
     )

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from cli.options import STORAGE
 from cli.tcache import main
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import built
 from tests.teacher_cache.toy_variants import BadVectors
@@ -259,7 +259,7 @@ def test_a_traceback_is_shown_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_storage_is_one_of_the_number_formats() -> None:
-    assert tuple(FORMATS) == STORAGE
+    assert tuple(ENCODINGS) == STORAGE
 
 
 def test_a_space_is_converted_and_told_what_it_cost(corpus: Path, tmp_path: Path) -> None:

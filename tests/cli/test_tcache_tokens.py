@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from cli.options import TOKEN_STORAGE
 from cli.tcache import main
-from teacher_cache.tokens.token_columns import TOKEN_FORMATS
+from teacher_cache.tokens.token_columns import TOKEN_ENCODINGS
 
 ALL = ("--columns", "vectors,tokens,attention")
 
@@ -29,7 +29,7 @@ def build(corpus: Path, name: str, *words: str) -> Result:
 
 
 def test_the_choices_are_the_formats_that_states_can_have() -> None:
-    assert set(TOKEN_STORAGE) == set(TOKEN_FORMATS)
+    assert set(TOKEN_STORAGE) == set(TOKEN_ENCODINGS)
 
 
 def test_a_build_and_info_tell_of_token_columns(corpus: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teacher_cache.teachers import Teacher, TeacherOptions, TeacherSpec, load_teacher, resolve, settle_dtype
+from teacher_cache.teachers import Teacher, TeacherOptions, TeacherSpec, load_teacher, resolve, resolve_dtype
 
 TEXTS = [
     "the cat sat on the mat",
@@ -44,10 +44,10 @@ class TeacherContract(ABC):
 
     @pytest.fixture
     def teacher(self, options: TeacherOptions) -> Teacher:
-        return loaded(settle_dtype(resolve(options)))
+        return loaded(resolve_dtype(resolve(options)))
 
     def changed(self, options: TeacherOptions, **change: Any) -> Teacher:
-        return loaded(settle_dtype(resolve(replace(options, **change))))
+        return loaded(resolve_dtype(resolve(replace(options, **change))))
 
     def test_vectors_are_finite_float32_of_the_promised_shape(self, teacher: Teacher) -> None:
         vectors = teacher.encode(TEXTS)
@@ -124,7 +124,7 @@ class TeacherContract(ABC):
         assert not teacher.encode_counted(TEXTS).repaired.any()
 
     def test_a_spec_survives_pickle_and_gives_the_same_vectors(self, options: TeacherOptions) -> None:
-        spec = settle_dtype(resolve(options))
+        spec = resolve_dtype(resolve(options))
         copy = pickle.loads(pickle.dumps(spec))
         assert copy == spec
         np.testing.assert_allclose(load_teacher(copy).encode(TEXTS), loaded(spec).encode(TEXTS), atol=1e-6)

@@ -15,10 +15,10 @@ from transformers import AutoModel, AutoTokenizer
 
 from distill.bench import measure
 from distill.bench.beds import beds, texts_of
-from distill.bench.made_up import BACKEND, MadeUpTeacher, model_config, write_student, write_teacher
 from distill.bench.measure import Progress, Row, bench
 from distill.bench.memory import CLEAR, forget_peak, held, peak
 from distill.bench.settings import DEFAULT_METHODS, BenchSettings, Method
+from distill.bench.synthetic import BACKEND, SyntheticTeacher, model_config, write_student, write_teacher
 from distill.bench.turn import (
     DATA,
     FIRST_PASS,
@@ -148,7 +148,7 @@ def test_a_made_up_teacher_has_the_sizes_of_its_folder_and_needs_no_weights(
     folder = write_teacher(config, tokenizer, tmp_path / "teacher")
     spec = resolve(TeacherOptions(model=str(folder), backend=BACKEND, dtype="float32"))
     teacher = load_teacher(spec)
-    assert isinstance(teacher, MadeUpTeacher)
+    assert isinstance(teacher, SyntheticTeacher)
     vectors = teacher.encode(["the cat sat", "dogs"])
     assert vectors.shape == (2, config.hidden_size)
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)

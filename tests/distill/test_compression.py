@@ -32,7 +32,7 @@ from distill.evaluation.retrieval import retrieval_tasks
 from distill.runs.run import run
 from distill.student.student import Student
 from teacher_cache.errors import MissingRows
-from teacher_cache.teachers import TeacherOptions, load_teacher, resolve, settle_dtype
+from teacher_cache.teachers import TeacherOptions, load_teacher, resolve, resolve_dtype
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import tiny_config
 from tests.distill.tiny_tasks import TASKS, write_tasks
@@ -247,7 +247,7 @@ def full(curves: Any) -> float:
 
 
 def toy() -> Any:
-    return load_teacher(settle_dtype(resolve(TeacherOptions(model="toy"))))
+    return load_teacher(resolve_dtype(resolve(TeacherOptions(model="toy"))))
 
 
 def test_the_full_scores_of_a_run_are_those_of_an_evaluation(made: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 from distill.errors import EvaluationError
 from distill.evaluation import encoders
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT
-from distill.evaluation.encoders import CachedEncoder, ModelEncoder, Room, asked_by_role
-from distill.evaluation.evaluator import encode_all
+from distill.evaluation.encoders import CachedEncoder, ModelEncoder, Room, asked_by_role, encode_all
 from teacher_cache.building import workers
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
@@ -92,7 +91,7 @@ def test_only_what_is_missing_is_asked(model: Path, tmp_path: Path) -> None:
 def test_all_chunks_are_asked_in_one_go(
     model: Path, tmp_path: Path, loads: list[TeacherSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.evaluation.evaluator.CHUNK", 3)
+    monkeypatch.setattr("distill.evaluation.encoders.CHUNK", 3)
     texts = varied_texts(10)
     matrix = encode_all(CachedEncoder(tmp_path / "cache", teacher=options(model)), texts)
     assert len(loads) == 1

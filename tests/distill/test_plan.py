@@ -18,7 +18,7 @@ from distill.objectives import OBJECTIVES
 from distill.objectives.base import TeacherShape
 from distill.plan.allocator import CachingAllocator
 from distill.plan.devices import GPUS, Device, parse_bytes
-from distill.plan.forecast import plan
+from distill.plan.estimate import plan
 from distill.plan.kernels import kernels
 from distill.plan.lengths import corpus_lengths
 from distill.plan.models import student_model, teacher_model

@@ -17,10 +17,9 @@ from distill.evaluation.base import (
     TEACHER_QUERY,
     TEXT,
 )
-from distill.evaluation.encoders import CachedEncoder, ModelEncoder
+from distill.evaluation.encoders import CachedEncoder, ModelEncoder, resolved_dtype
 from distill.evaluation.evaluator import evaluate_model
 from distill.evaluation.roles import TeacherSource, model_encoders, run_record, teacher_encoders
-from distill.evaluation.scores import settled_dtype
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from tests.teacher_cache import tiny_teachers
@@ -59,7 +58,7 @@ def test_the_evaluated_model_is_asked_before_normalisation_and_its_teacher_as_it
 
 
 def test_an_open_precision_is_settled_by_rule_and_alike_for_all_roles(model: Path, tmp_path: Path) -> None:
-    rule = settled_dtype("auto")
+    rule = resolved_dtype("auto")
     for cache in (None, tmp_path / "new"):
         found = model_encoders(options(model, dtype="auto"), {QUERY, DOCUMENT}, cache=cache)
         assert {encoder.space.dtype for encoder in found.values()} == {rule}

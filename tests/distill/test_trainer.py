@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.config import RunConfig
+from distill.config import RunConfig, resolve_precision
 from distill.data.dataset import ShuffledDataset
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, NonFiniteLoss
 from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.sharpness import SharpnessAware
-from distill.training.arguments import linear_cycles, settled_precision, training_arguments
+from distill.training.arguments import linear_cycles, training_arguments
 from distill.training.callbacks import StepClock
 from distill.training.trainer import DistillTrainer
 from teacher_cache.reading.shuffle import WindowedShuffle
@@ -361,14 +361,14 @@ def test_sharpness_is_refused_where_weights_are_sharded(
 
 
 def test_a_precision_that_is_named_is_kept() -> None:
-    assert [settled_precision(name) for name in ("fp32", "bf16")] == ["fp32", "bf16"]
-    assert settled_precision("auto") in ("fp32", "bf16", "fp16")
+    assert [resolve_precision(name) for name in ("fp32", "bf16")] == ["fp32", "bf16"]
+    assert resolve_precision("auto") in ("fp32", "bf16", "fp16")
 
 
 def test_fp16_without_a_gpu_is_refused_rather_than_run_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="fp16, which needs a CUDA GPU"):
-        settled_precision("fp16")
+        resolve_precision("fp16")
 
 
 @pytest.mark.parametrize("argument", ["training.report_to=parchment", "training.arguments.logging_strategy=often"])

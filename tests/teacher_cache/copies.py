@@ -20,8 +20,8 @@ TEXTS = numbered(20)
 RECORDS = [*TEXTS[:12], TEXTS[3], *TEXTS[12:], TEXTS[0]]
 
 
-def named(folder: Path, form: str) -> Path:
-    return folder / ("out.parquet" if form == "parquet" else "out")
+def named(folder: Path, encoding: str) -> Path:
+    return folder / ("out.parquet" if encoding == "parquet" else "out")
 
 
 def empty_cache(path: Path) -> Path:

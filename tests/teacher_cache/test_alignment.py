@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.tokens.alignment import METHODS, ONE_TO_ONE, Alignment, align, dense, edit_distances
-from teacher_cache.tokens.request import CLOSING, OPENING, OTHER, TEXT
+from teacher_cache.tokens.request import CLOSING, OPENING, OTHER, TEXT_TOKEN
 
 Pieces = npt.NDArray[np.int32]
 
 
 def pieces(*spans: tuple[int, int], specials: bool = False) -> Pieces:
-    rows = [(7, start, end, TEXT) for start, end in spans]
+    rows = [(7, start, end, TEXT_TOKEN) for start, end in spans]
     if specials:
         rows = [(1, 0, 0, OPENING), *rows, (2, 0, 0, CLOSING)]
     return np.array(rows, dtype=np.int32).reshape(-1, 4)
@@ -80,7 +80,7 @@ def test_one_cut_maps_every_token_onto_itself(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_specials_meet_by_part_and_prompt_tokens_meet_nothing(method: str) -> None:
     # Teacher: a prompt of two tokens, "sea", and a closing token. Student: [CLS] sea [SEP].
-    teacher = np.array([[9, 0, 0, OTHER], [9, 0, 0, OTHER], [4, 0, 3, TEXT], [2, 0, 0, CLOSING]], np.int32)
+    teacher = np.array([[9, 0, 0, OTHER], [9, 0, 0, OTHER], [4, 0, 3, TEXT_TOKEN], [2, 0, 0, CLOSING]], np.int32)
     assert mapped(align("sea", teacher, pieces((0, 3), specials=True), method, lower=False)) == [(1, 2), (2, 3)]
 
 
@@ -184,7 +184,7 @@ def test_the_path_is_one_of_the_cheapest_and_runs_from_corner_to_corner(case: tu
     text, student, teacher = case
     mine, yours = strings(text, student), strings(text, teacher)
     found = align(text, teacher, student, "dtw_mean", lower=False)
-    path = [(s, t) for s, t in mapped(found) if student[s, 3] == TEXT]
+    path = [(s, t) for s, t in mapped(found) if student[s, 3] == TEXT_TOKEN]
     if not mine or not yours:
         assert path == []
         return
@@ -208,7 +208,9 @@ def test_the_path_is_one_of_the_cheapest_and_runs_from_corner_to_corner(case: tu
 def test_mined_dp_has_the_least_cost_of_all_monotone_matchings(case: tuple[str, Pieces, Pieces]) -> None:
     text, student, teacher = case
     mine, yours = strings(text, student), strings(text, teacher)
-    pairs = [(s, t) for s, t in mapped(align(text, teacher, student, "mined_dp", lower=False)) if student[s, 3] == TEXT]
+    pairs = [
+        (s, t) for s, t in mapped(align(text, teacher, student, "mined_dp", lower=False)) if student[s, 3] == TEXT_TOKEN
+    ]
     ours, theirs = list(mine.values()), list(yours.values())
 
     @cache
@@ -281,7 +283,7 @@ def test_a_real_tokenizer_is_aligned_with_single_characters(minilm: Path) -> Non
     found = align(text, letters, student, "offset", lower=True)
     # Each word meets its first letter; specials meet specials.
     assert [text[letters[t, 1] : letters[t, 2]] for t in found.teacher.tolist()][1:-1] == [
-        text[start] for _, start, _, role in student.tolist() if role == TEXT
+        text[start] for _, start, _, role in student.tolist() if role == TEXT_TOKEN
     ]
     assert mapped(found)[0] == (0, 0)
     assert mapped(found)[-1] == (len(student) - 1, len(letters) - 1)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.codec import FORMATS, Checked, check_rows, number_format
+from teacher_cache.storage.codec import ENCODINGS, Checked, check_rows, find_encoding
 from teacher_cache.table.view import create_vectors
 
-FLOAT16 = FORMATS["float16"]
+FLOAT16 = ENCODINGS["float16"]
 
 
 def check(*rows: list[float]) -> Checked:
@@ -112,7 +112,7 @@ def test_no_rows_are_no_problem() -> None:
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
     with pytest.raises(CacheError, match="'float17'; known: float16, raw"):
-        number_format("float17")
+        find_encoding("float17")
 
 
 def test_compact_keeps_a_scale_for_each_64_numbers() -> None:
@@ -120,7 +120,7 @@ def test_compact_keeps_a_scale_for_each_64_numbers() -> None:
     vector = np.zeros((1, 70), dtype=np.float32)
     vector[0, [0, 1, 2, 63]] = [63.5, -63.5, 0.6, 0.2]
     vector[0, [64, 69]] = [-31.75, 1.0]
-    compact = FORMATS["compact"]
+    compact = ENCODINGS["compact"]
     stored = compact.store(vector)
     assert stored.shape == (1, compact.width(70)) == (1, 74)
     assert stored[0, [0, 1, 2, 63, 64, 69]].tolist() == [127, -127, 1, 0, -127, 4]
@@ -130,27 +130,27 @@ def test_compact_keeps_a_scale_for_each_64_numbers() -> None:
     assert back[0, [0, 1, 2, 63, 64, 69]].tolist() == [63.5, -63.5, 0.5, 0.0, -31.75, 1.0]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ENCODINGS)
 @given(data=st.data())
 def test_every_stored_row_is_within_the_bounds_of_its_format_and_every_other_is_refused(
     name: str, data: st.DataObject
 ) -> None:
-    form = FORMATS[name]
+    encoding = ENCODINGS[name]
     numbers = st.floats(-1e5, 1e5, width=32)
     vectors = data.draw(arrays.arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 130)), elements=numbers))
-    checked = check_rows(vectors, form)
+    checked = check_rows(vectors, encoding)
     back = np.empty_like(vectors)
-    form.restore(checked.stored, back)
+    encoding.restore(checked.stored, back)
     for row in set(range(len(vectors))) - checked.refused.keys():
         exact, read = vectors[row].astype(np.float64), back[row].astype(np.float64)
         cosine = exact @ read / np.linalg.norm(exact) / np.linalg.norm(read)
-        assert 1 - cosine <= form.max_cosine_error + 1e-12
-        assert abs(np.linalg.norm(read) / np.linalg.norm(exact) - 1) <= form.max_norm_error + 1e-12
-        assert not form.is_blank(checked.stored[row : row + 1])[0]
+        assert 1 - cosine <= encoding.max_cosine_error + 1e-12
+        assert abs(np.linalg.norm(read) / np.linalg.norm(exact) - 1) <= encoding.max_norm_error + 1e-12
+        assert not encoding.is_blank(checked.stored[row : row + 1])[0]
     assert all(np.isnan(checked.cosine_error[row]) for row in checked.refused)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ENCODINGS)
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -160,11 +160,11 @@ def test_every_stored_row_is_within_the_bounds_of_its_format_and_every_other_is_
     ],
 )
 def test_no_format_stores_what_is_no_vector(name: str, row: list[float], reason: str) -> None:
-    assert check_rows(np.array([row], dtype=np.float32), FORMATS[name]).refused == {0: reason}
+    assert check_rows(np.array([row], dtype=np.float32), ENCODINGS[name]).refused == {0: reason}
 
 
 def test_compact_refuses_scales_beyond_float16() -> None:
-    compact = FORMATS["compact"]
+    compact = ENCODINGS["compact"]
     refused = check_rows(np.array([[9e6, 1.0], [1e-9, 1e-9]], dtype=np.float32), compact).refused
     assert refused[0].startswith("overflows compact")
     assert refused[1].startswith("vanishes in compact")
@@ -172,14 +172,14 @@ def test_compact_refuses_scales_beyond_float16() -> None:
 
 def test_float32_changes_nothing() -> None:
     vectors = np.random.default_rng(0).normal(size=(5, 9)).astype(np.float32) * 1e-30
-    checked = check_rows(vectors, FORMATS["float32"])
+    checked = check_rows(vectors, ENCODINGS["float32"])
     np.testing.assert_array_equal(checked.stored, vectors)
     assert checked.refused == {}
     assert (checked.cosine_error == 0).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ENCODINGS)
 def test_a_row_that_was_never_written_is_blank(name: str, tmp_path: Path) -> None:
-    form = FORMATS[name]
-    array = create_vectors(tmp_path / "a", form, 5, 8)
-    assert form.is_blank(array.codec.blank(3)).all()
+    encoding = ENCODINGS[name]
+    array = create_vectors(tmp_path / "a", encoding, 5, 8)
+    assert encoding.is_blank(array.codec.blank(3)).all()

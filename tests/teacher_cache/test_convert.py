@@ -12,7 +12,7 @@ from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache
 from teacher_cache.maintenance.gc import reclaim
 from teacher_cache.maintenance.repair import repair
 from teacher_cache.maintenance.verify import verify
-from teacher_cache.storage.codec import FORMATS, number_format
+from teacher_cache.storage.codec import ENCODINGS, find_encoding
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.transfer import convert as conversion
@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("storage", [name for name in FORMATS if name != "float32"])
+@pytest.mark.parametrize("storage", [name for name in ENCODINGS if name != "float32"])
 def test_a_converted_space_holds_what_a_build_in_that_format_holds(path: Path, tmp_path: Path, storage: str) -> None:
     result = convert(path, storage)
     other = tmp_path / "other"
@@ -38,7 +38,7 @@ def test_a_converted_space_holds_what_a_build_in_that_format_holds(path: Path, t
         np.testing.assert_array_equal(cache.space().gather_stored(rows), fresh.space().gather_stored(rows))
         assert cache.space().record.storage == storage
     assert (result.rows, result.storage_before, result.storage) == (43, "float32", storage)
-    assert 0 < result.worst_error <= number_format(storage).max_cosine_error
+    assert 0 < result.worst_error <= find_encoding(storage).max_cosine_error
     assert verify(path, deep=True).ok
 
 
@@ -62,7 +62,7 @@ def test_readers_that_are_open_keep_the_old_vectors_and_new_ones_see_the_new(pat
         view.gather(rows[:3])
         convert(path, "compact")
         np.testing.assert_array_equal(view.gather(rows), said(TEXTS))
-        assert cache.space().form.name == "compact"
+        assert cache.space().encoding.name == "compact"
         assert verify(path, deep=True).ok
     reclaim(path)
     with TeacherCache.open(path) as cache:
@@ -140,7 +140,7 @@ def test_zarr_and_numpy_alone_read_compact_vectors(path: Path) -> None:
     np.testing.assert_array_equal(numbers * scales.repeat(64, axis=1)[:, :dims], expected)
 
 
-@pytest.mark.parametrize("storage", [name for name in FORMATS if name != "compact"])
+@pytest.mark.parametrize("storage", [name for name in ENCODINGS if name != "compact"])
 def test_vectors_that_were_compact_before_are_sound_in_any_format(tmp_path: Path, storage: str) -> None:
     """Their lengths are off by more than the new format's own bound, and that is no damage."""
     texts = numbered(400)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from teacher_cache.errors import CacheError, CorpusNotFound, DamagedCache
-from teacher_cache.storage.manifest import CorpusRecord, Manifest, Source, writing_manifest
+from teacher_cache.storage.manifest import CorpusRecord, Manifest, SourceRecord, writing_manifest
 from teacher_cache.table.cache import TeacherCache, checked_name
 from tests.teacher_cache.small_caches import built, numbered
 
@@ -18,7 +18,7 @@ def record(**changes: object) -> CorpusRecord:
         "columns": ("a", "b"),
         "records": 3,
         "distinct": 5,
-        "sources": (Source("x.jsonl", 0, 2), Source("né\udcff.jsonl", 2, 1)),
+        "sources": (SourceRecord("x.jsonl", 0, 2), SourceRecord("né\udcff.jsonl", 2, 1)),
         "counts": {"skipped_empty": 1},
     }
     return CorpusRecord(**(fields | changes))  # type: ignore[arg-type]

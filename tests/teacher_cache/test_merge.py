@@ -18,7 +18,7 @@ from teacher_cache.building.build import build
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, SpaceMismatch
 from teacher_cache.maintenance.verify import verify
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.table import intake
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
@@ -123,7 +123,7 @@ def test_a_merge_holds_what_a_build_of_everything_would(
         assert same_vectors(target, whole)
 
 
-@pytest.mark.parametrize("storage", FORMATS)
+@pytest.mark.parametrize("storage", ENCODINGS)
 def test_a_copy_admits_the_error_of_its_original(tmp_path: Path, storage: str) -> None:
     source = foreign(tmp_path / "a", TEXTS, said(TEXTS), storage=storage)
     merge([source], tmp_path / "c")
@@ -133,7 +133,7 @@ def test_a_copy_admits_the_error_of_its_original(tmp_path: Path, storage: str) -
     assert (worst_error(source) > 0) == (storage != "float32")
 
 
-@pytest.mark.parametrize("storage", FORMATS)
+@pytest.mark.parametrize("storage", ENCODINGS)
 def test_values_of_one_number_format_stay_bit_for_bit(tmp_path: Path, storage: str) -> None:
     vectors = said(TEXTS) * np.linspace(0.1, 30, 30, dtype=np.float32)[:, None]
     source = foreign(tmp_path / "a", TEXTS, vectors, storage=storage)

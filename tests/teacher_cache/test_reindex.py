@@ -20,9 +20,9 @@ from teacher_cache.maintenance import rebuild as reindex_module
 from teacher_cache.maintenance.rebuild import ReindexReport, reindex
 from teacher_cache.maintenance.repair import repair
 from teacher_cache.maintenance.verify import verify
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.index import Index
-from teacher_cache.storage.texts import KEYS, TEXT
+from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.transfer.convert import convert
@@ -65,7 +65,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("loss", [lose_index, lose_data, spoil])
-@pytest.mark.parametrize("storage", sorted(FORMATS))
+@pytest.mark.parametrize("storage", sorted(ENCODINGS))
 def test_a_lost_index_is_made_again_as_it_was(tmp_path: Path, storage: str, loss: Callable[[Path], None]) -> None:
     built(tmp_path, TEXTS[:15], storage=storage)
     built(tmp_path, [*TEXTS, TEXTS[0]], name="more", teacher=TeacherOptions(model="toy", dims=8))
@@ -83,7 +83,7 @@ def test_a_lost_index_is_made_again_as_it_was(tmp_path: Path, storage: str, loss
     with TeacherCache.open(path) as cache:
         for view in cache.spaces().values():
             worst = {record.worst_error for _, record in cache.index.iter_shards(view.array_name)}
-            assert worst == {view.form.max_cosine_error}
+            assert worst == {view.encoding.max_cosine_error}
     result = build(corpus_of(tmp_path, TEXTS), TOY, path, name="corpus")
     assert (result.cached, result.encoded) == (15, 5)
 
@@ -178,7 +178,7 @@ def test_a_vector_shard_that_does_not_decode_is_left_out_and_filled_by_a_build(t
     assert contents(path)["texts"] == before["texts"]
 
 
-@pytest.mark.parametrize("storage", sorted(FORMATS))
+@pytest.mark.parametrize("storage", sorted(ENCODINGS))
 def test_rows_that_are_no_vectors_of_the_space_are_left_out(tmp_path: Path, storage: str) -> None:
     built(tmp_path, TEXTS, storage=storage)
     path = tmp_path / "cache"
@@ -187,7 +187,7 @@ def test_rows_that_are_no_vectors_of_the_space_are_left_out(tmp_path: Path, stor
         vectors = view.gather(np.arange(8))
         vectors[2, 5] = np.nan
         vectors[4] *= 2
-        view.vectors.write_shard(0, view.form.store(vectors), np.ones(8, dtype=bool))
+        view.vectors.write_shard(0, view.encoding.store(vectors), np.ones(8, dtype=bool))
     lose_index(path)
     report = reindex(path)
     assert [left.why for left in report.left_out] == ["2 of its rows are no vectors of this space, or of no text"]
@@ -280,7 +280,7 @@ def test_texts_whose_commit_was_cut_off_are_texts_like_others(tmp_path: Path, pa
 def test_texts_without_their_keys_are_kept_and_repair_makes_the_keys(path: Path) -> None:
     before = contents(path)
     for number in (1, 2):
-        (path / KEYS / f"c/{number}/0").unlink()
+        (path / KEY_ARRAY / f"c/{number}/0").unlink()
     lose_index(path)
     report = reindex(path)
     assert where(report) == ["texts/keys/c/2/0", "texts/keys/c/1/0"]
@@ -308,7 +308,7 @@ def test_damaged_texts_are_left_out_and_repair_restores_them_by_their_keys(
     path: Path, damage: Callable[[Path], None], number: int
 ) -> None:
     before = contents(path)
-    damage(path / TEXT / f"c/{number}")
+    damage(path / TEXT_ARRAY / f"c/{number}")
     lose_index(path)
     report = reindex(path)
     assert where(report) == [f"texts/text/c/{number}"]
@@ -321,8 +321,8 @@ def test_damaged_texts_are_left_out_and_repair_restores_them_by_their_keys(
 
 
 def test_a_gap_of_texts_and_keys_keeps_the_rows_behind_it(path: Path) -> None:
-    (path / TEXT / "c/1").unlink()
-    (path / KEYS / "c/1/0").unlink()
+    (path / TEXT_ARRAY / "c/1").unlink()
+    (path / KEY_ARRAY / "c/1/0").unlink()
     lose_index(path)
     report = reindex(path)
     assert sorted(where(report)) == ["texts/keys/c/1/0", "texts/text/c/1"]

@@ -15,9 +15,9 @@ from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusError, Damage
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import RepairReport, repair
 from teacher_cache.maintenance.verify import verify
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.index import Change, row_value, shard_key
-from teacher_cache.storage.texts import KEYS, TEXT
+from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.text_key import text_key
@@ -41,10 +41,10 @@ class Sound:
         return found
 
     def text(self, number: int) -> Path:
-        return self.path / TEXT / "c" / str(number)
+        return self.path / TEXT_ARRAY / "c" / str(number)
 
     def keys(self, number: int) -> Path:
-        return self.path / KEYS / "c" / str(number) / "0"
+        return self.path / KEY_ARRAY / "c" / str(number) / "0"
 
     def build(self) -> BuildReport:
         return build(Corpus.open(self.corpus), TOY, self.path, name="corpus")
@@ -80,7 +80,7 @@ def sound(tmp_path: Path, originals: Callable[[str], Path], request: pytest.Fixt
     return Sound(tmp_path)
 
 
-in_every_format = pytest.mark.parametrize("sound", sorted(FORMATS), indirect=True)
+in_every_format = pytest.mark.parametrize("sound", sorted(ENCODINGS), indirect=True)
 
 
 def flip(file: Path, place: int) -> None:
@@ -120,7 +120,7 @@ def injected_nan(sound: Sound) -> None:
         view = cache.space()
         values = sound.vectors[8:16].copy()
         values[3, 5] = np.nan
-        view.vectors.write_shard(1, view.form.store(values), np.ones(8, dtype=bool))
+        view.vectors.write_shard(1, view.encoding.store(values), np.ones(8, dtype=bool))
 
 
 @in_every_format
@@ -207,7 +207,7 @@ def deleted_keys(sound: Sound) -> None:
 
 def lost_record_of_keys(sound: Sound) -> None:
     with TeacherCache.open(sound.path, "a") as cache:
-        cache.index.commit([Change("shards", shard_key(KEYS, 1), None)])
+        cache.index.commit([Change("shards", shard_key(KEY_ARRAY, 1), None)])
 
 
 def keys_that_the_index_vouches_for(sound: Sound) -> None:
@@ -219,7 +219,7 @@ def keys_that_the_index_vouches_for(sound: Sound) -> None:
         assert record is not None
         receipt = column.array.write_shard(1, keys, record.present)
         changed = type(record)(receipt.digest, 0.0, receipt.size, record.present)
-        cache.index.commit([Change("shards", shard_key(KEYS, 1), changed.pack())])
+        cache.index.commit([Change("shards", shard_key(KEY_ARRAY, 1), changed.pack())])
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_texts_that_are_nowhere_to_be_found_are_named_and_nothing_changes(
 def test_texts_whose_record_is_wrong_are_proven_by_their_keys(sound: Sound) -> None:
     without_sources(sound)
     with TeacherCache.open(sound.path, "a") as cache:
-        cache.index.commit([Change("shards", shard_key(TEXT, 1), None)])
+        cache.index.commit([Change("shards", shard_key(TEXT_ARRAY, 1), None)])
     assert repair(sound.path).ok
     sound.assert_as_before()
 
@@ -332,7 +332,7 @@ def test_a_text_that_is_not_that_of_its_key_is_replaced(sound: Sound) -> None:
         assert record is not None
         receipt = column.array.write_shard(1, texts, record.present)
         changed = type(record)(receipt.digest, 0.0, receipt.size, record.present)
-        cache.index.commit([Change("shards", shard_key(TEXT, 1), changed.pack())])
+        cache.index.commit([Change("shards", shard_key(TEXT_ARRAY, 1), changed.pack())])
     assert [damage.kind for damage in verify(sound.path, deep=True).damage] == ["key"]
     without_sources(sound)
     assert [mend.rows for mend in repair(sound.path).unmended] == [1]
@@ -433,8 +433,8 @@ def test_a_corpus_that_cannot_be_read_is_named(sound: Sound) -> None:
 def test_lost_metadata_are_written_anew(sound: Sound, content: str | None) -> None:
     lost = [
         sound.path / "cache.json",
-        sound.path / TEXT / "zarr.json",
-        sound.path / KEYS / "zarr.json",
+        sound.path / TEXT_ARRAY / "zarr.json",
+        sound.path / KEY_ARRAY / "zarr.json",
         sound.shard(0).parents[2] / "zarr.json",
     ]
     before = [json.loads(file.read_bytes()) for file in lost]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from teacher_cache.errors import MissingDependency, TeacherError
-from teacher_cache.storage.codec import FORMATS, check_rows
+from teacher_cache.storage.codec import ENCODINGS, check_rows
 from teacher_cache.teachers import (
     BACKENDS,
     Encoded,
@@ -27,7 +27,7 @@ from teacher_cache.teachers import (
     load_teacher,
     precision,
     resolve,
-    settle_dtype,
+    resolve_dtype,
 )
 from teacher_cache.teachers.batching import BatchedEncoder, LoadedModel
 from teacher_cache.teachers.pooling import pool, position_ids
@@ -666,7 +666,7 @@ class TestRepair:
 
         space = resolve(TeacherOptions(model="toy", dims=2)).space
         vectors = BatchedEncoder(space, torch.device("cpu"), load, None).encode_counted(["1"]).vectors
-        assert check_rows(vectors, FORMATS["float16"]).refused == {0: "the teacher gave a zero vector"}
+        assert check_rows(vectors, ENCODINGS["float16"]).refused == {0: "the teacher gave a zero vector"}
 
 
 class WordIds:
@@ -747,7 +747,7 @@ class TestPrecision:
             return np.array([[1.0, noise if half else 0.0]], dtype=np.float32), seconds if half else 1.0
 
         monkeypatch.setattr(precision, "_timed", timed)
-        return settle_dtype(spec)
+        return resolve_dtype(spec)
 
     @pytest.mark.parametrize(
         ("seconds", "noise", "dtype"),
@@ -773,7 +773,7 @@ class TestPrecision:
         self, spec: TeacherSpec, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level("INFO", logger="teacher_cache"):
-            settled = settle_dtype(spec)
+            settled = resolve_dtype(spec)
         assert settled.space.dtype in ("float32", "bfloat16")
         assert "times as fast" in caplog.text
         assert "lowest cosine" in caplog.text
@@ -787,10 +787,10 @@ class TestPrecision:
         monkeypatch.setattr("teacher_cache.teachers.choose_dtype", forbidden)
         held = replace(spec.space, dtype="bfloat16")
         other = replace(spec.space, dtype="float32", prompt="another: ")
-        assert settle_dtype(spec, [other, held]).space == held
+        assert resolve_dtype(spec, [other, held]).space == held
 
     def test_a_named_precision_is_left_alone(self, spec: TeacherSpec) -> None:
-        assert settle_dtype(spec.with_dtype("float16")).space.dtype == "float16"
+        assert resolve_dtype(spec.with_dtype("float16")).space.dtype == "float16"
 
 
 def test_every_back_end_in_the_table_can_be_imported() -> None:

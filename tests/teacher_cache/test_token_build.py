@@ -31,7 +31,7 @@ from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, TeacherSpec
 from teacher_cache.teachers.base import Encoded
 from teacher_cache.tokens.request import TokenRequest
-from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, TOKEN_FORMATS
+from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, TOKEN_ENCODINGS
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, passing_folder, unequal_rows
 from tests.teacher_cache.token_caches import (
     LAYERS,
@@ -76,10 +76,10 @@ def outcome(report: BuildReport) -> tuple[int, int, int, int, int]:
 
 def bytes_said(texts: Sequence[str], request: TokenRequest = LAYERS, storage: str = "float16") -> int:
     """Of the token columns of texts, by counting."""
-    form, layers = TOKEN_FORMATS[storage], len(request.attention or ())
+    encoding, layers = TOKEN_ENCODINGS[storage], len(request.attention or ())
     counts = [len(said.pieces) for said in tokens_said(texts, request)]
     maps = sum(2 * count + 2 * layers * count**2 for count in counts) if layers else 0
-    return sum(counts) * (form.row_bytes(24) + 16) + maps
+    return sum(counts) * (encoding.row_bytes(24) + 16) + maps
 
 
 def test_one_build_gives_vectors_tokens_and_attention(tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ def test_a_token_build_killed_at_any_moment_loses_only_what_was_not_committed(tm
     assert_said(opened(path), texts)
 
 
-@pytest.mark.parametrize("storage", TOKEN_FORMATS)
+@pytest.mark.parametrize("storage", TOKEN_ENCODINGS)
 @pytest.mark.parametrize("request_", [STATES_ONLY, LAYERS])
 def test_a_plan_foretells_the_bytes_that_a_build_writes(tmp_path: Path, storage: str, request_: TokenRequest) -> None:
     corpus, path = corpus_of(tmp_path, TEXTS), tmp_path / "cache"
@@ -411,7 +411,7 @@ def test_a_plan_foretells_the_bytes_that_a_build_writes(tmp_path: Path, storage:
     assert foretold.token_bytes[storage] == bytes_said(TEXTS, request_, storage)
     report = build(corpus, TOY, path, tokens=request_, token_storage=storage)
     assert report.token_bytes == foretold.token_bytes[storage]
-    assert plan(corpus, TOY, path, tokens=request_).token_bytes == dict.fromkeys(TOKEN_FORMATS, 0)
+    assert plan(corpus, TOY, path, tokens=request_).token_bytes == dict.fromkeys(TOKEN_ENCODINGS, 0)
     # With a text more, and with attention where there was none.
     more = corpus_of(tmp_path, [*TEXTS, "a text of five words"])
     foretold = plan(more, TOY, path, tokens=LAYERS)

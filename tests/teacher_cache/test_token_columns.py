@@ -17,7 +17,7 @@ from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceRecord, SpaceView
 from teacher_cache.tokens.request import TextTokens, TokenRequest, TokenShape
-from teacher_cache.tokens.token_columns import TOKEN_FORMATS, StoredTokens, TokenColumns, TokenRecord, checked_layers
+from teacher_cache.tokens.token_columns import TOKEN_ENCODINGS, StoredTokens, TokenColumns, TokenRecord, checked_layers
 from tests.teacher_cache.small_caches import numbered, passing_folder
 from tests.teacher_cache.token_caches import LAYERS, assert_said, columns_of, opened, token_cache
 
@@ -110,7 +110,7 @@ def spoken(lengths: list[int], seed: int = 0, scale: float = 1.0) -> list[TextTo
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=30),
-    st.sampled_from(list(TOKEN_FORMATS)),
+    st.sampled_from(list(TOKEN_ENCODINGS)),
     st.booleans(),
     st.sampled_from([1e-2, 1.0, 100.0]),
     st.integers(0, 9),
@@ -120,7 +120,7 @@ def test_what_is_stored_of_a_text_comes_back_within_its_format(
 ) -> None:
     made = TokenColumns.__new__(TokenColumns)
     made.record = record(storage, (2, 4) if attention else None)
-    made.form = made.record.form
+    made.encoding = made.record.encoding
     said = spoken(lengths, seed, scale)
     checked = made.check(said, attention=attention)
     assert not checked.refused
@@ -132,7 +132,7 @@ def test_what_is_stored_of_a_text_comes_back_within_its_format(
         np.testing.assert_array_equal(back.pieces, text.pieces)
         step = {"compact": np.abs(text.states).max() / 127}.get(storage, np.abs(text.states) * 2**-11 + 2**-24)
         assert (np.abs(back.states - text.states) <= step * 1.01).all()
-        assert checked.errors[place] <= made.form.max_cosine_error
+        assert checked.errors[place] <= made.encoding.max_cosine_error
         if attention:
             assert back.importance is not None
             assert back.attention is not None
@@ -200,11 +200,11 @@ def test_shapes_that_the_configuration_did_not_promise_are_the_teachers_fault(tm
 @pytest.mark.parametrize("width", [64, 96, 128])
 @pytest.mark.parametrize("rows", [0, 7])
 def test_blocks_are_restored_to_the_same_numbers_into_any_memory(width: int, rows: int) -> None:
-    form = TOKEN_FORMATS["compact"]
-    stored = form.store(np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32))
+    encoding = TOKEN_ENCODINGS["compact"]
+    stored = encoding.store(np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32))
     dense, strided = np.empty((rows, width), dtype=np.float32), np.empty((rows, 2 * width), dtype=np.float32)[:, ::2]
-    form.restore(stored, dense)
-    form.restore(stored, strided)
+    encoding.restore(stored, dense)
+    encoding.restore(stored, strided)
     np.testing.assert_array_equal(dense, strided)
     scales = np.ascontiguousarray(stored[:, width:]).view("<f2").astype(np.float32).repeat(64, axis=1)[:, :width]
     np.testing.assert_array_equal(dense, stored[:, :width] * scales)
@@ -214,10 +214,10 @@ def test_a_few_huge_numbers_among_small_ones_are_kept_by_every_format(tmp_path: 
     states = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
     states[:, 3] = 300.0
     said = [TextTokens(states, np.zeros((50, 4), dtype=np.int32))]
-    for storage in TOKEN_FORMATS:
+    for storage in TOKEN_ENCODINGS:
         made = TokenColumns.__new__(TokenColumns)
         made.record = TokenRecord(TokenShape(64, 4, 2, False), storage)
-        made.form = made.record.form
+        made.encoding = made.record.encoding
         assert made.check(said, attention=False).refused == {}
 
 
@@ -283,7 +283,7 @@ def test_a_view_with_its_columns_open_travels_to_another_process(tmp_path: Path)
     assert columns_of(there).gather_stored(np.arange(4)) == before
 
 
-@pytest.mark.parametrize("storage", TOKEN_FORMATS)
+@pytest.mark.parametrize("storage", TOKEN_ENCODINGS)
 def test_zarr_and_numpy_alone_read_a_cache_with_token_columns(tmp_path: Path, storage: str) -> None:
     path, _ = token_cache(tmp_path, numbered(20), token_storage=storage)
     (space,) = (path / "spaces").iterdir()
@@ -352,7 +352,7 @@ def test_columns_of_another_shape_format_or_layers_are_refused_in_one_line(tmp_p
         assert cache.ensure_tokens(view, TokenRecord(held.shape, "float16", None)).record.columns == held
         assert LAYERS.attention == held.attention
     with pytest.raises(CacheError, match="unknown number format 'float32' of token states"):
-        TokenRecord(SHAPE, "float32").form  # noqa: B018
+        TokenRecord(SHAPE, "float32").encoding  # noqa: B018
 
 
 def test_a_view_from_before_the_columns_does_not_write_them_away(tmp_path: Path) -> None:

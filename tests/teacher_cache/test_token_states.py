@@ -20,11 +20,21 @@ from teacher_cache.teachers import (
     batching,
     load_teacher,
     resolve,
-    settle_dtype,
+    resolve_dtype,
     token_shape,
 )
 from teacher_cache.teachers.folder import ModelFolder
-from teacher_cache.tokens.request import CLOSING, ID, OPENING, OTHER, ROLE, TEXT, TextTokens, TokenRequest, TokenShape
+from teacher_cache.tokens.request import (
+    CLOSING,
+    ID,
+    OPENING,
+    OTHER,
+    ROLE,
+    TEXT_TOKEN,
+    TextTokens,
+    TokenRequest,
+    TokenShape,
+)
 from tests.contracts.teacher_contract import LONG, TEXTS
 from tests.teacher_cache import tiny_teachers
 
@@ -46,7 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def spec_of(model: Path | str, request: TokenRequest | None = EVERYTHING, **more: Any) -> TeacherSpec:
     options = TeacherOptions(model=str(model), **{"dtype": "float32", "device": "cpu", **more})
-    return replace(settle_dtype(resolve(options)), request=request)
+    return replace(resolve_dtype(resolve(options)), request=request)
 
 
 def teach(model: Path | str, request: TokenRequest | None = EVERYTHING, **more: Any) -> Teacher:
@@ -150,7 +160,7 @@ def test_states_come_before_pooling_and_dense(models: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_characters_of_the_pieces_spell_the_words(models: dict[str, Path], name: str) -> None:
     for text, one in zip(TEXTS, said(teach(models[name]), TEXTS), strict=True):
-        spans = [text[start:end] for _, start, end, role in one.pieces.tolist() if role == TEXT]
+        spans = [text[start:end] for _, start, end, role in one.pieces.tolist() if role == TEXT_TOKEN]
         assert spans == text.split()
 
 
@@ -160,7 +170,7 @@ def test_characters_of_the_pieces_spell_the_words(models: dict[str, Path], name:
 )
 def test_specials_have_their_roles_and_no_characters(models: dict[str, Path], name: str, around: list[int]) -> None:
     (one,) = said(teach(models[name]), TEXTS[:1])
-    special = one.pieces[one.pieces[:, ROLE] != TEXT]
+    special = one.pieces[one.pieces[:, ROLE] != TEXT_TOKEN]
     assert special[:, ROLE].tolist() == around
     assert not special[:, 1:3].any()
 
@@ -169,7 +179,7 @@ def test_specials_have_their_roles_and_no_characters(models: dict[str, Path], na
 def test_an_empty_text_says_its_specials_alone(models: dict[str, Path], name: str) -> None:
     (one,) = said(teach(models[name]), [""])
     assert len(one.states) == len(one.pieces) == (1 if name == "qwen3" else 2)
-    assert TEXT not in one.pieces[:, ROLE]
+    assert TEXT_TOKEN not in one.pieces[:, ROLE]
 
 
 def test_an_empty_text_under_a_tokenizer_without_specials_says_one_token(
@@ -181,7 +191,7 @@ def test_an_empty_text_under_a_tokenizer_without_specials_says_one_token(
     tiny_teachers.write_tokenizer(folder, bos=None, eos=None, pad="<|end|>", max_length=64)
     empty, full = said(teach(folder), ["", "the cat"])
     assert empty.pieces.tolist() == [[1, 0, 0, OTHER]]
-    assert full.pieces[:, ROLE].tolist() == [TEXT, TEXT]
+    assert full.pieces[:, ROLE].tolist() == [TEXT_TOKEN, TEXT_TOKEN]
 
 
 def test_no_texts_give_no_tokens(models: dict[str, Path]) -> None:
@@ -194,7 +204,7 @@ def test_prompt_tokens_are_said_but_are_no_part_of_the_text(models: dict[str, Pa
     (one,) = said(teacher, ["the cat"])
     (whole,) = directly(ModelFolder(models[name]).encoder, ["a river the cat"], 60)
     np.testing.assert_allclose(one.states, whole[1], atol=1e-5)
-    text = one.pieces[one.pieces[:, ROLE] == TEXT]
+    text = one.pieces[one.pieces[:, ROLE] == TEXT_TOKEN]
     assert text[:, 1:3].tolist() == [[0, 3], [4, 7]]
     prompt = one.pieces[one.pieces[:, ROLE] == OTHER]
     assert len(prompt) == 2
@@ -206,8 +216,8 @@ def test_a_token_across_prompt_and_text_belongs_to_the_text_from_there_on(models
     assert one.pieces[:, 1:].tolist() == [
         [0, 0, OPENING],
         [0, 0, OTHER],
-        [0, 3, TEXT],
-        [4, 7, TEXT],
+        [0, 3, TEXT_TOKEN],
+        [4, 7, TEXT_TOKEN],
         [0, 0, CLOSING],
     ]
 
@@ -220,7 +230,7 @@ def test_a_text_is_cut_and_keeps_its_closing_special(models: dict[str, Path], na
     cut = encoded.by_token[0].pieces
     assert len(cut) == 7
     assert cut[-1, ROLE] == CLOSING
-    assert [LONG[start:end] for _, start, end, role in cut.tolist() if role == TEXT] == LONG.split()[
+    assert [LONG[start:end] for _, start, end, role in cut.tolist() if role == TEXT_TOKEN] == LONG.split()[
         : 6 if name == "qwen3" else 5
     ]
 
@@ -338,7 +348,7 @@ class TestToy:
         text = "the  cat\nsat the"
         (one,) = said(teach("toy", prompt="a "), [text])
         assert [text[start:end] for _, start, end, _ in one.pieces.tolist()] == ["", *text.split()]
-        assert one.pieces[:, ROLE].tolist() == [OTHER, TEXT, TEXT, TEXT, TEXT]
+        assert one.pieces[:, ROLE].tolist() == [OTHER, TEXT_TOKEN, TEXT_TOKEN, TEXT_TOKEN, TEXT_TOKEN]
         assert one.pieces[1, ID] == one.pieces[4, ID] != one.pieces[2, ID]
         shape = token_shape(spec_of("toy", None))
         assert one.states.shape == (5, shape.width)
@@ -388,7 +398,7 @@ class TestRealModels:
             np.testing.assert_allclose(one.attention, maps[[2, 5]], atol=1e-5)  # type: ignore[arg-type]
             np.testing.assert_allclose(one.importance, maps[5].sum(axis=0), atol=1e-4)  # type: ignore[arg-type]
             for token, start, end, role in one.pieces.tolist():
-                if role == TEXT and text[start:end].isascii():
+                if role == TEXT_TOKEN and text[start:end].isascii():
                     piece = tokenizer.convert_ids_to_tokens(token).removeprefix("##")
                     assert text[start:end].lower() == piece
 
@@ -403,7 +413,7 @@ class TestRealModels:
             assert one.pieces[:, ID].tolist() == ids.tolist()
             np.testing.assert_allclose(one.states, states, atol=1e-4)
             np.testing.assert_allclose(one.attention, maps[[0, -1]], atol=1e-5)  # type: ignore[arg-type]
-            spans = [text[start:end] for _, start, end, role in one.pieces.tolist() if role == TEXT]
+            spans = [text[start:end] for _, start, end, role in one.pieces.tolist() if role == TEXT_TOKEN]
             spelt = re.sub(r"\s", "", "".join(spans))
             assert re.sub(r"\s", "", text).startswith(spelt)
             assert len(spelt) > 0 or not text

@@ -18,11 +18,11 @@ from teacher_cache.errors import (
     MissingRows,
 )
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import FORMATS as NUMBER_FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.table import intake
 from teacher_cache.teachers import resolve
 from teacher_cache.text_key import text_keys
-from teacher_cache.transfer import FORMATS, exporter
+from teacher_cache.transfer import EXPORT_FORMATS, exporter
 from teacher_cache.transfer.exporter import export
 from tests.teacher_cache.copies import (
     RECORDS,
@@ -105,19 +105,19 @@ def test_a_corpus_that_was_never_encoded_to_its_end_is_not_exported(tmp_path: Pa
 @pytest.mark.parametrize(
     ("form", "storage"),
     [
-        *(("npy", storage) for storage in NUMBER_FORMATS),
+        *(("npy", storage) for storage in ENCODINGS),
         ("parquet", "raw"),
         ("parquet", "compact"),
         ("hf-dataset", "float16"),
         ("hf-dataset", "float32"),
     ],
 )
-def test_an_exported_number_is_the_stored_one(tmp_path: Path, form: str, storage: str) -> None:
+def test_an_exported_number_is_the_stored_one(tmp_path: Path, encoding: str, storage: str) -> None:
     built(tmp_path, TEXTS, storage=storage)
-    report = export(tmp_path / "cache", named(tmp_path, form), form)
-    half = NUMBER_FORMATS[storage].dtype == "<f2"
+    report = export(tmp_path / "cache", named(tmp_path, encoding), encoding)
+    half = ENCODINGS[storage].dtype == "<f2"
     assert report.dtype == ("float16" if half else "float32")
-    texts, vectors = load(named(tmp_path, form))
+    texts, vectors = load(named(tmp_path, encoding))
     assert vectors.dtype == report.dtype
     held = all_vectors(tmp_path / "cache")
     assert np.array_equal(vectors, np.stack([held[text] for text in texts]))
@@ -190,18 +190,18 @@ def test_sentence_transformers_trains_on_an_exported_dataset_as_it_is(tmp_path: 
     assert np.isfinite(trainer.train().training_loss)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_an_output_that_is_there_is_left_alone(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", EXPORT_FORMATS)
+def test_an_output_that_is_there_is_left_alone(tmp_path: Path, encoding: str) -> None:
     built(tmp_path, TEXTS)
-    output = named(tmp_path, form)
+    output = named(tmp_path, encoding)
     output.write_text("mine")
     with pytest.raises(CacheError, match="is there already"):
-        export(tmp_path / "cache", output, form)
+        export(tmp_path / "cache", output, encoding)
     assert output.read_text() == "mine"
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_an_export_that_fails_leaves_nothing(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", EXPORT_FORMATS)
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built(tmp_path, TEXTS)
     before = {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr(exporter, "BLOCK_RECORDS", 5)
@@ -214,7 +214,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, form: str, monkeypa
 
     monkeypatch.setattr(intake.CheckedVectors, "gather", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        export(tmp_path / "cache", named(tmp_path, form), form)
+        export(tmp_path / "cache", named(tmp_path, encoding), encoding)
     assert {path.name for path in tmp_path.iterdir()} == before
 
 

@@ -14,9 +14,9 @@ from teacher_cache.errors import CacheNotFound, DamagedCache, SpaceMismatch, Spa
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import repair
 from teacher_cache.maintenance.verify import Verdict, verify
-from teacher_cache.storage.codec import FORMATS
+from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.index import Change, ShardRecord, row_value, shard_key
-from teacher_cache.storage.texts import KEYS, TEXT
+from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import Encoded, TeacherOptions
@@ -28,7 +28,7 @@ TEXTS = numbered(20)
 Change_ = Callable[[TeacherCache], None]
 
 
-@pytest.fixture(scope="module", params=sorted(FORMATS))
+@pytest.fixture(scope="module", params=sorted(ENCODINGS))
 def sound(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     built(folder, TEXTS, storage=request.param)
@@ -58,7 +58,7 @@ def flip(file: Path, place: int) -> None:
 
 def publish(view: SpaceView, number: int, vectors: np.ndarray, present: np.ndarray) -> None:
     """Write a shard with a record that is right for it, whatever the vectors are."""
-    receipt = view.vectors.write_shard(number, view.form.store(vectors), present)
+    receipt = view.vectors.write_shard(number, view.encoding.store(vectors), present)
     record = ShardRecord(receipt.digest, 0.0, receipt.size, present)
     view.index.commit([Change("shards", shard_key(view.array_name, number), record.pack())])
 
@@ -117,11 +117,11 @@ def test_a_flipped_byte_among_the_values_is_found_by_a_deep_check(path: Path) ->
     assert damage.rows == 4
 
 
-@pytest.mark.parametrize("array", [TEXT, KEYS])
+@pytest.mark.parametrize("array", [TEXT_ARRAY, KEY_ARRAY])
 def test_a_flipped_byte_among_texts_or_keys_is_found_by_a_deep_check(path: Path, array: str) -> None:
-    flip(path / array / ("c/0" if array == TEXT else "c/0/0"), 20)
+    flip(path / array / ("c/0" if array == TEXT_ARRAY else "c/0/0"), 20)
     (damage,) = verify(path, deep=True).damage
-    assert damage.kind == ("damaged_shard" if array == TEXT else "digest")
+    assert damage.kind == ("damaged_shard" if array == TEXT_ARRAY else "digest")
 
 
 def test_swapped_shards_are_found_by_a_deep_check(path: Path) -> None:
@@ -133,11 +133,13 @@ def test_swapped_shards_are_found_by_a_deep_check(path: Path) -> None:
     assert [damage.kind for damage in verdict.damage] == ["digest", "digest"]
 
 
-@pytest.mark.parametrize("array", ["vectors", TEXT, KEYS])
+@pytest.mark.parametrize("array", ["vectors", TEXT_ARRAY, KEY_ARRAY])
 def test_a_damaged_shard_gains_no_rows_and_stays_found(tmp_path: Path, path: Path, array: str) -> None:
-    files = {"vectors": vectors(path, 2), TEXT: path / TEXT / "c/2", KEYS: path / KEYS / "c/2/0"}
+    files = {"vectors": vectors(path, 2), TEXT_ARRAY: path / TEXT_ARRAY / "c/2", KEY_ARRAY: path / KEY_ARRAY / "c/2/0"}
     # Whole and with sound checksums, but another's: only the digest can tell.
-    shutil.copyfile(files[array].with_name("0") if array == TEXT else files[array].parents[1] / "0/0", files[array])
+    shutil.copyfile(
+        files[array].with_name("0") if array == TEXT_ARRAY else files[array].parents[1] / "0/0", files[array]
+    )
     before = files[array].read_bytes()
     with pytest.raises(DamagedCache, match=r"c/2.* does not hold the values that were written.*verify --deep"):
         built(tmp_path, numbered(22))
@@ -161,7 +163,7 @@ def test_a_nan_that_the_index_does_not_know_of_is_found_twice_over(path: Path) -
         view = cache.space()
         values = said(TEXTS[8:16])
         values[[2, 5], 7] = np.nan
-        view.vectors.write_shard(1, view.form.store(values), np.ones(8, dtype=bool))
+        view.vectors.write_shard(1, view.encoding.store(values), np.ones(8, dtype=bool))
     assert [(damage.kind, damage.rows) for damage in verify(path, deep=True).damage] == [
         ("digest", 8),
         ("non_finite", 2),
@@ -253,8 +255,8 @@ def test_a_file_of_another_size_is_read_by_a_quick_check_too(path: Path) -> None
     with TeacherCache.open(path) as cache:  # whole, with sound checksums, and all the promised rows in it
         view = cache.space()
         present = np.arange(8) < 4
-        view.vectors.write_shard(1, view.form.store(said(TEXTS[:8])), np.ones(8, dtype=bool))
-        view.vectors.write_shard(2, view.form.store(said(TEXTS[:4])), present)
+        view.vectors.write_shard(1, view.encoding.store(said(TEXTS[:8])), np.ones(8, dtype=bool))
+        view.vectors.write_shard(2, view.encoding.store(said(TEXTS[:4])), present)
         record = view.column.record(2)
         assert record is not None
         same_size = vectors(path, 2).stat().st_size == record.size
@@ -274,10 +276,10 @@ def test_a_key_that_is_not_the_hash_of_its_text_is_found_by_a_deep_check(path: P
         texts[2] = "another text"
         receipt = table.text.array.write_shard(0, texts, np.ones(8, dtype=bool))
         record = ShardRecord(receipt.digest, 0.0, receipt.size, np.ones(8, dtype=bool))
-        cache.index.commit([Change("shards", shard_key(TEXT, 0), record.pack())])
+        cache.index.commit([Change("shards", shard_key(TEXT_ARRAY, 0), record.pack())])
     assert verify(path).ok
     (damage,) = verify(path, deep=True).damage
-    assert (damage.kind, damage.rows, damage.array) == ("key", 1, KEYS)
+    assert (damage.kind, damage.rows, damage.array) == ("key", 1, KEY_ARRAY)
     assert damage.where == "shard 0 of the text table: 1 keys are not the hash of their text, row 2"
 
 
@@ -285,7 +287,7 @@ def test_a_text_indexed_under_another_row_is_found_by_a_deep_check(path: Path) -
     with TeacherCache.open(path, "a") as cache:
         cache.index.commit([Change("keys", text_key(TEXTS[2]), row_value(5))])
     (damage,) = verify(path, deep=True).damage
-    assert (damage.kind, damage.rows, damage.array) == ("index", 1, KEYS)
+    assert (damage.kind, damage.rows, damage.array) == ("index", 1, KEY_ARRAY)
     assert "1 keys are indexed under another row or not at all, row 2" in damage.where
 
 
@@ -294,7 +296,7 @@ def lose_a_key(cache: TeacherCache) -> None:
 
 
 def lose_a_record(cache: TeacherCache) -> None:
-    cache.index.commit([Change("shards", shard_key(KEYS, 1), None)])
+    cache.index.commit([Change("shards", shard_key(KEY_ARRAY, 1), None)])
 
 
 def promise_rows_beyond_the_table(cache: TeacherCache) -> None:
@@ -307,7 +309,7 @@ def promise_more_texts_than_there_are(cache: TeacherCache) -> None:
 
 def promise_too_few_texts(cache: TeacherCache) -> None:
     record = ShardRecord(bytes(16), 0.0, 0, np.arange(8) < 7)
-    cache.index.commit([Change("shards", shard_key(TEXT, 0), record.pack())])
+    cache.index.commit([Change("shards", shard_key(TEXT_ARRAY, 0), record.pack())])
 
 
 @pytest.mark.parametrize(
@@ -355,8 +357,8 @@ def test_a_row_list_that_leads_to_other_texts_is_found_by_a_deep_check(path: Pat
 
 
 def test_damaged_texts_are_no_damage_of_the_corpus_they_are_in(path: Path) -> None:
-    flip(path / TEXT / "c/0", 20)
-    assert [damage.array for damage in verify(path, deep=True).damage] == [TEXT]
+    flip(path / TEXT_ARRAY / "c/0", 20)
+    assert [damage.array for damage in verify(path, deep=True).damage] == [TEXT_ARRAY]
 
 
 def test_a_damaged_space_does_not_hide_the_damage_of_another(tmp_path: Path) -> None:

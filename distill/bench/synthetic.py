@@ -24,7 +24,7 @@ from teacher_cache.teachers.transformer import TransformerTeacher, encoder_argum
 from teacher_cache.tokens.request import TextTokens, TokenRequest
 
 # Its class by the name that `TeacherOptions.backend` takes.
-BACKEND = "distill.bench.made_up:MadeUpTeacher"
+BACKEND = "distill.bench.synthetic:SyntheticTeacher"
 SEED = 42
 # Normal numbers that token states are cut from: making each anew would take longer than training on it.
 DRAWN = 2**22
@@ -62,7 +62,7 @@ def write_student(name: str, folder: Path) -> StudentConfig:
 
 
 def write_teacher(config: Any, tokenizer: Any, folder: Path) -> Path:
-    """The folder of a `MadeUpTeacher`: sizes and the student's tokenizer, and no weights."""
+    """The folder of a `SyntheticTeacher`: sizes and the student's tokenizer, and no weights."""
     from safetensors.torch import save_file
 
     config.vocab_size = max(config.vocab_size, len(tokenizer))
@@ -107,7 +107,7 @@ def write_tokenizer(folder: Path, model: Any, max_length: int) -> int:
     return int(core.get_vocab_size())
 
 
-class MadeUpTeacher(TransformerTeacher):
+class SyntheticTeacher(TransformerTeacher):
     """A transformers model with random weights of the sizes that its folder's config.json names."""
 
     @classmethod

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from distill.config import RunConfig
+from distill.config import RunConfig, resolve_precision
 from distill.errors import ConfigError, NeedsNotMet
 from distill.objectives import load_objective
 from distill.objectives.base import TeacherShape
@@ -14,7 +14,6 @@ from distill.plan.devices import CPU, GPUS, Device, this_processor
 from distill.plan.lengths import Lengths, corpus_lengths
 from distill.plan.models import Model, student_model, teacher_model
 from distill.plan.step import Trace, trace
-from distill.training.arguments import settled_precision
 from distill.training.memory import segments_grow
 from distill.training.targets import Targets
 from teacher_cache.table.cache import TeacherCache
@@ -285,7 +284,7 @@ def _on_processor(question: _Question, wanted: str, steps: int | None) -> Outloo
     note, precision = "", wanted
     if wanted == "fp16":
         precision, note = "auto", "processors have no fp16 training"
-    precision = settled_precision(precision)
+    precision = resolve_precision(precision)
     peak, typical = _traces(question, "cpu", precision)
     return _outlook(this_processor(), precision, peak.peak, typical, steps, note)
 
