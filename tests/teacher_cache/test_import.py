@@ -54,10 +54,10 @@ from tests.teacher_cache.small_caches import SHARD_ROWS, TOY, built, corpus_of, 
     ("form", "storage"),
     [*(("npy", storage) for storage in ENCODINGS), ("parquet", "raw"), ("hf-dataset", "compact")],
 )
-def test_a_build_after_an_import_encodes_nothing(tmp_path: Path, encoding: str, storage: str) -> None:
+def test_a_build_after_an_import_encodes_nothing(tmp_path: Path, form: str, storage: str) -> None:
     built(tmp_path / "a", RECORDS, storage=storage)
-    export(tmp_path / "a/cache", named(tmp_path, encoding), encoding, corpus="corpus")
-    report = import_vectors(named(tmp_path, encoding), empty_cache(tmp_path / "b/cache"))
+    export(tmp_path / "a/cache", named(tmp_path, form), form, corpus="corpus")
+    report = import_vectors(named(tmp_path, form), empty_cache(tmp_path / "b/cache"))
     assert (report.rows, report.distinct, report.stored, report.held, report.quarantined) == (22, 20, 20, 0, 0)
     assert report.corpus == "corpus"
     with TeacherCache.open(tmp_path / "b/cache") as cache:
@@ -76,14 +76,14 @@ texts_of_any_kind = st.text(st.characters(exclude_categories=["Cs"]), min_size=1
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(texts_of_any_kind, min_size=1, max_size=30), st.sampled_from(list(EXPORT_FORMATS)), st.integers(1, 9))
-def test_any_text_survives_the_way_out_and_back(texts: list[str], encoding: str, block: int) -> None:
+def test_any_text_survives_the_way_out_and_back(texts: list[str], form: str, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch, passing_folder() as name:
         folder = Path(name)
         patch.setattr(exporter, "BLOCK_RECORDS", block)
         patch.setattr(importer, "READ_RECORDS", block)
         built(folder / "a", texts)
-        export(folder / "a/cache", named(folder, encoding), encoding, corpus="corpus")
-        import_vectors(named(folder, encoding), folder / "b")
+        export(folder / "a/cache", named(folder, form), form, corpus="corpus")
+        import_vectors(named(folder, form), folder / "b")
         with TeacherCache.open(folder / "b") as cache:
             assert cache.texts(cache.corpus().rows[:, 0]) == texts
         assert same_vectors(folder / "a/cache", folder / "b")

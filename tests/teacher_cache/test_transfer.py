@@ -112,12 +112,12 @@ def test_a_corpus_that_was_never_encoded_to_its_end_is_not_exported(tmp_path: Pa
         ("hf-dataset", "float32"),
     ],
 )
-def test_an_exported_number_is_the_stored_one(tmp_path: Path, encoding: str, storage: str) -> None:
+def test_an_exported_number_is_the_stored_one(tmp_path: Path, form: str, storage: str) -> None:
     built(tmp_path, TEXTS, storage=storage)
-    report = export(tmp_path / "cache", named(tmp_path, encoding), encoding)
+    report = export(tmp_path / "cache", named(tmp_path, form), form)
     half = ENCODINGS[storage].dtype == "<f2"
     assert report.dtype == ("float16" if half else "float32")
-    texts, vectors = load(named(tmp_path, encoding))
+    texts, vectors = load(named(tmp_path, form))
     assert vectors.dtype == report.dtype
     held = all_vectors(tmp_path / "cache")
     assert np.array_equal(vectors, np.stack([held[text] for text in texts]))
@@ -191,17 +191,17 @@ def test_sentence_transformers_trains_on_an_exported_dataset_as_it_is(tmp_path: 
 
 
 @pytest.mark.parametrize("form", EXPORT_FORMATS)
-def test_an_output_that_is_there_is_left_alone(tmp_path: Path, encoding: str) -> None:
+def test_an_output_that_is_there_is_left_alone(tmp_path: Path, form: str) -> None:
     built(tmp_path, TEXTS)
-    output = named(tmp_path, encoding)
+    output = named(tmp_path, form)
     output.write_text("mine")
     with pytest.raises(CacheError, match="is there already"):
-        export(tmp_path / "cache", output, encoding)
+        export(tmp_path / "cache", output, form)
     assert output.read_text() == "mine"
 
 
 @pytest.mark.parametrize("form", EXPORT_FORMATS)
-def test_an_export_that_fails_leaves_nothing(tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built(tmp_path, TEXTS)
     before = {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr(exporter, "BLOCK_RECORDS", 5)
@@ -214,7 +214,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, encoding: str, monk
 
     monkeypatch.setattr(intake.CheckedVectors, "gather", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        export(tmp_path / "cache", named(tmp_path, encoding), encoding)
+        export(tmp_path / "cache", named(tmp_path, form), form)
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
