@@ -191,9 +191,7 @@ def _plain_lines() -> Callable[[str, int, int, str], None]:
 
 
 def size(count: float) -> str:
-    """Bytes for a person, in powers of 1,000."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise ValueError(count)
+    """`format_bytes`, imported when it is first used."""
+    from teacher_cache.storage.files import format_bytes
+
+    return format_bytes(count)

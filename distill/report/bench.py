@@ -11,6 +11,7 @@ from distill.report.columns import NOTHING, Column, markdown
 from distill.report.drawing import Key, Panel, Plot, number, number_axes
 from distill.report.sections import Cell, Table
 from distill.run_folder import read_record
+from teacher_cache.storage.files import format_bytes
 
 CORPUS = "corpus"
 DATA = "data"
@@ -227,7 +228,4 @@ def _ratio(row: Row, name: str) -> str:
 
 
 def _bytes(value: float | None) -> str:
-    if value is None:
-        return NOTHING
-    power = 3 if value >= 1e9 else 2 if value >= 1e6 else 1
-    return f"{value / 1000**power:.{2 if power == 3 else 1}f} {('kB', 'MB', 'GB')[power - 1]}"
+    return NOTHING if value is None else format_bytes(value)

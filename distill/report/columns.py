@@ -10,6 +10,7 @@ from rich.table import Table
 from distill.evaluation.evaluator import NINE
 from distill.report.comparison import Comparison, Figure, Group
 from distill.report.tables import AVERAGES
+from teacher_cache.storage.files import format_bytes
 
 # Name of a figure -> its column's header and how it is written.
 FIGURES = {
@@ -167,8 +168,7 @@ def _cell(figure: Figure | None, kind: str) -> str:
 
 def _number(value: float, kind: str) -> str:
     if kind == "bytes":
-        power = 3 if value >= 1e9 else 2 if value >= 1e6 else 1
-        return f"{value / 1000**power:.{max(0, power - 1)}f} {('kB', 'MB', 'GB')[power - 1]}"
+        return format_bytes(value)
     if kind == "count":
         return f"{value / 1e6:.2f} M"
     if kind == "percent":

@@ -10,6 +10,7 @@ from distill.report.comparison import Comparison, Figure, Group
 from distill.report.data import ReportData, RunRecords, averaged
 from distill.report.drawing import number
 from distill.report.tables import AVERAGES
+from teacher_cache.storage.files import format_bytes
 
 # Figures that tasks give.
 SCORED = ("tasks.", "average.")
@@ -326,10 +327,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def _bytes(value: float | None) -> str:
-    if value is None:
-        return NOTHING
-    power = 3 if value >= 1e9 else 2 if value >= 1e6 else 1
-    return f"{value / 1000**power:.{max(0, power - 1)}f} {('kB', 'MB', 'GB')[power - 1]}"
+    return NOTHING if value is None else format_bytes(value)
 
 
 def _millions(value: float | None) -> str:
