@@ -63,7 +63,7 @@ WIDER_STEPS = 8
 MEMORY_STEPS = 10
 # Largest relative difference of the losses. float16 changes a number by 2^-11 of itself at most; the steps of int8 are
 # coarser, and their errors cancel.
-TOLERANCES = {"float16": 2.0**-11, "raw": 2.0**-11, "compact": 2e-3}
+TOLERANCES = {"float16": 2.0**-11, "float16-raw": 2.0**-11, "int8": 2e-3}
 # Of a teacher that does not compute in float32: it rounds otherwise where a batch is padded otherwise.
 BFLOAT16_TOLERANCE = 2.0**-8
 

@@ -14,9 +14,19 @@ if TYPE_CHECKING:
     from teacher_cache.tokens.request import TokenRequest
 
 Body = TypeVar("Body", bound=Callable[..., Any])
-STORAGE = ("float16", "raw", "compact", "float32")
-TOKEN_STORAGE = ("float16", "raw", "compact")
+STORAGE = ("float16", "float16-raw", "int8", "float32")
+TOKEN_STORAGE = ("float16", "float16-raw", "int8")
 COLUMNS = ("vectors", "vectors,tokens", "vectors,tokens,attention")
+
+
+class EncodingChoice(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
+    """A choice of encodings that also accepts their older names."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from teacher_cache.storage.codec import encoding_name
+
+        return super().convert(encoding_name(value), param, ctx)
+
 
 cache_argument = click.argument("cache", type=click.Path(path_type=Path))
 

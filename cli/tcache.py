@@ -10,6 +10,7 @@ from cli.common import CONTEXT, Commands, cache_option, common_options, emit, pr
 from cli.options import (
     STORAGE,
     TOKEN_STORAGE,
+    EncodingChoice,
     cache_argument,
     column_options,
     corpus_of,
@@ -36,10 +37,10 @@ def main() -> None:
 @teacher_options
 @cache_option
 @click.option("--name", help="Name of the corpus in the cache; by default that of the first file.")
-@click.option("--storage", type=click.Choice(STORAGE), help="Number format of a new space; float16 by default.")
+@click.option("--storage", type=EncodingChoice(STORAGE), help="Number format of a new space; float16 by default.")
 @column_options
 @click.option(
-    "--token-storage", type=click.Choice(TOKEN_STORAGE), help="Number format of new token states; float16 by default."
+    "--token-storage", type=EncodingChoice(TOKEN_STORAGE), help="Number format of new token states; float16 by default."
 )
 @click.option("--workers", default="local", show_default=True, help="local, ray or ray:N.")
 @common_options

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from cli.common import cache_option, common_options, emit, progress_bar
-from cli.options import STORAGE, cache_argument, corpus_of, space_option, trains_on
+from cli.options import STORAGE, EncodingChoice, cache_argument, corpus_of, space_option, trains_on
 
 
 @click.command()
@@ -58,7 +58,7 @@ def export(cache: Path, form: str, output: Path, space: str | None, corpus: str 
 @click.option("--vector-key", default="label", show_default=True, help="Column of the vectors.")
 @click.option("--teacher", metavar="NAME", help="What the vectors are, where SOURCE does not say it itself.")
 @click.option("--field", "fields", multiple=True, metavar="KEY=VALUE", help="More about --teacher; may be repeated.")
-@click.option("--storage", type=click.Choice(STORAGE), help="Number format of a new space.")
+@click.option("--storage", type=EncodingChoice(STORAGE), help="Number format of a new space.")
 @click.option("--name", help="Name of the corpus in the cache.")
 @common_options
 def import_(

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from cli.common import common_options, emit, progress_bar, size
-from cli.options import STORAGE, cache_argument, corpus_of, optional_teacher, space_option, teacher_of
+from cli.options import STORAGE, EncodingChoice, cache_argument, corpus_of, optional_teacher, space_option, teacher_of
 
 
 @click.command()
@@ -135,7 +135,7 @@ def seal(cache: Path) -> None:
 
 @click.command()
 @cache_argument
-@click.option("--storage", type=click.Choice(STORAGE), required=True, help="The new number format.")
+@click.option("--storage", type=EncodingChoice(STORAGE), required=True, help="The new number format.")
 @space_option
 @common_options
 def convert(cache: Path, storage: str, space: str | None) -> None:

@@ -33,9 +33,9 @@ HF_MAP, HF_ARROW, HF_ITERABLE = "datasets, map", "datasets, map, Arrow", "datase
 MOSAICML, LITDATA = "MosaicML streaming", "litdata"
 ZARR = "zarr-python"
 DEFAULT, DEFAULT_64K = "ours, float16", "ours, float16, window 64k"
-RAW, RAW_64K = "ours, raw", "ours, raw, window 64k"
+RAW, RAW_64K = "ours, float16-raw", "ours, float16-raw, window 64k"
 # A column that repeats one shard: as many rows as one likes on a small disk.
-REPEATED_DEFAULT, REPEATED_RAW = "ours, float16, repeated shard", "ours, raw, repeated shard"
+REPEATED_DEFAULT, REPEATED_RAW = "ours, float16, repeated shard", "ours, float16-raw, repeated shard"
 
 # A window holds 16,384 rows where nothing else is said.
 OURS = (DEFAULT, DEFAULT_64K, RAW, RAW_64K)
@@ -46,8 +46,8 @@ CONTENDERS = {
     MEMORY_MAP: Entry("benchmarks.peers.memory_map:MemoryMap", "npy"),
     DEFAULT: Entry("benchmarks.own:Own", "own-float16", {"storage": "float16", "window": 16_384}),
     DEFAULT_64K: Entry("benchmarks.own:Own", "own-float16", {"storage": "float16", "window": 65_536}),
-    RAW: Entry("benchmarks.own:Own", "own-raw", {"storage": "raw", "window": 16_384}),
-    RAW_64K: Entry("benchmarks.own:Own", "own-raw", {"storage": "raw", "window": 65_536}),
+    RAW: Entry("benchmarks.own:Own", "own-raw", {"storage": "float16-raw", "window": 16_384}),
+    RAW_64K: Entry("benchmarks.own:Own", "own-raw", {"storage": "float16-raw", "window": 65_536}),
     HF_MAP: Entry("benchmarks.peers.huggingface:MapStyle", "datasets"),
     HF_ARROW: Entry("benchmarks.peers.huggingface:MapStyleArrow", "datasets"),
     HF_ITERABLE: Entry("benchmarks.peers.huggingface:Iterable", "datasets"),
@@ -62,5 +62,5 @@ REPEATED = {
     REPEATED_DEFAULT: Entry(
         "benchmarks.own:RepeatedShard", "repeated-float16", {"storage": "float16", "window": 16_384}
     ),
-    REPEATED_RAW: Entry("benchmarks.own:RepeatedShard", "repeated-raw", {"storage": "raw", "window": 16_384}),
+    REPEATED_RAW: Entry("benchmarks.own:RepeatedShard", "repeated-raw", {"storage": "float16-raw", "window": 16_384}),
 }

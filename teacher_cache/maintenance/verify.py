@@ -27,7 +27,7 @@ from teacher_cache.teachers import resolve
 from teacher_cache.teachers.base import TeacherOptions
 
 # Largest 1 - cos between a stored row and what its teacher says again: bfloat16 differs by up to 4e-5 with the
-# batch it is computed in, `compact` storage by up to 1e-4.
+# batch it is computed in, `int8` storage by up to 1e-4.
 SAME_COSINE = 1e-3
 # Rows that are encoded again unless `every` says otherwise.
 ASKED_ROWS = 1000

@@ -1,7 +1,7 @@
 """How one inner chunk of an array becomes bytes, and the checksum that tells damage.
 
 Blosc and zstd decode damaged bytes to other values without a word, so every chunk that has a codec carries
-zarr's `crc32c` behind it. Chunks of `raw` arrays have neither: they are what a memory map shows, and only their
+zarr's `crc32c` behind it. Chunks of `float16-raw` arrays have neither: they are what a memory map shows, and only their
 shard's digest proves them (`tcache verify --deep`).
 """
 

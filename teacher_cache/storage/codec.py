@@ -107,23 +107,38 @@ ENCODINGS: dict[str, Encoding] = {
     encoding.name: encoding
     for encoding in (
         Encoding("float16", "<f2", True, True, 1e-6, 1e-3),
-        Encoding("raw", "<f2", False, False, 1e-6, 1e-3),
-        BlockFormat("compact", "|i1", False, True, 1e-4, 1e-2),
+        Encoding("float16-raw", "<f2", False, False, 1e-6, 1e-3),
+        BlockFormat("int8", "|i1", False, True, 1e-4, 1e-2),
         Encoding("float32", "<f4", True, True, 0.0, 0.0),
     )
 }
 
 
+# Older names, which files still hold: caches stay readable by older versions. Also accepted as arguments.
+STORED_NAMES = {"float16-raw": "raw", "int8": "compact"}
+_CURRENT_NAMES = {stored: name for name, stored in STORED_NAMES.items()}
+
+
+def stored_name(name: str) -> str:
+    """The name of an encoding in files: that of `STORED_NAMES`, or `name` itself."""
+    return STORED_NAMES.get(name, name)
+
+
+def encoding_name(name: str) -> str:
+    """Inverse of `stored_name`; a current name is returned as it is."""
+    return _CURRENT_NAMES.get(name, name)
+
+
 def find_encoding(name: str) -> Encoding:
-    """The format of that name.
+    """The encoding with this name, current or stored.
 
     Raises:
-        CacheError: no such format.
+        CacheError: there is none.
     """
     try:
-        return ENCODINGS[name]
+        return ENCODINGS[encoding_name(name)]
     except KeyError:
-        raise CacheError(f"unknown number format {name!r}; known: {', '.join(ENCODINGS)}") from None
+        raise CacheError(f"unknown encoding {name!r}; expected one of {', '.join(ENCODINGS)}") from None
 
 
 @dataclass(frozen=True)

@@ -311,19 +311,19 @@ class TeacherCache:
         Raises:
             CacheError: it is there in another number format.
         """
+        encoding = find_encoding(storage)
         view = self.find_space(space)
         if view is not None:
-            if view.record.storage != storage:
+            if view.encoding != encoding:
                 raise CacheError(
-                    f"space {view.slug} is stored as {view.record.storage}, not {storage}; leave --storage "
+                    f"space {view.slug} is stored as {view.encoding.name}, not {encoding.name}; leave --storage "
                     "out, or build into another cache"
                 )
             return view
-        encoding = find_encoding(storage)
         folder = self.path / SPACES / space.slug
         shutil.rmtree(folder, ignore_errors=True)  # a leftover that was never published
         make_folder(folder)
-        record = SpaceRecord(space, storage)
+        record = SpaceRecord(space, encoding.name)
         create_vectors(folder / record.array, encoding, space.dims, self.shard_rows)
         with replacing(folder / SPACE_JSON) as file:  # for people and other tools; the index is what counts
             file.write(record.to_json())

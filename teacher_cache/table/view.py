@@ -14,7 +14,15 @@ import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import Encoding, Stored, check_rows, find_encoding, joint_error
+from teacher_cache.storage.codec import (
+    Encoding,
+    Stored,
+    check_rows,
+    encoding_name,
+    find_encoding,
+    joint_error,
+    stored_name,
+)
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, quarantine_key
 from teacher_cache.storage.shards import ShardedArray
@@ -58,7 +66,7 @@ class SpaceRecord:
         record: dict[str, Any] = {
             "space": self.space.to_json(),
             "fingerprint": self.space.fingerprint,
-            "storage": self.storage,
+            "storage": stored_name(self.storage),
             "array": self.array,
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -75,7 +83,7 @@ class SpaceRecord:
         if not _ARRAY.fullmatch(array):
             raise DamagedCache(f"space {space.slug} names its vectors {array!r}, which may lie outside of its folder")
         columns = TokenRecord.from_json(record["columns"]) if record.get("columns") else None
-        return cls(space, record["storage"], record["tokens"], record["seconds"], array, columns)
+        return cls(space, encoding_name(record["storage"]), record["tokens"], record["seconds"], array, columns)
 
 
 def create_vectors(folder: Path, encoding: Encoding, dims: int, shard_rows: int) -> ShardedArray:

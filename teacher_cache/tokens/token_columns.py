@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import CacheError, DamagedCache, MissingRows, TeacherError
 from teacher_cache.storage.chunks import Rows
-from teacher_cache.storage.codec import ENCODINGS, Encoding, check_rows
+from teacher_cache.storage.codec import ENCODINGS, Encoding, check_rows, encoding_name, stored_name
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, quarantine_key
 from teacher_cache.storage.shards import ShardedArray
@@ -37,8 +37,8 @@ USUAL_TOKENS = 32
 # half a step of every number of the worst block is 1 - cos = 5e-4, and one token must not cost a text its states.
 TOKEN_ENCODINGS: dict[str, Encoding] = {
     "float16": ENCODINGS["float16"],
-    "raw": ENCODINGS["raw"],
-    "compact": replace(ENCODINGS["compact"], max_cosine_error=5e-4),
+    "float16-raw": ENCODINGS["float16-raw"],
+    "int8": replace(ENCODINGS["int8"], max_cosine_error=5e-4),
 }
 _PIECE = np.dtype("<i4")
 _HALF = np.dtype("<f2")
@@ -71,7 +71,9 @@ class TokenRecord:
         layers = request.attention
         if layers is not None and not layers:
             layers = (held.attention if held is not None else None) or (shape.layers,)
-        return cls(shape, storage or (held.storage if held is not None else "float16"), layers)
+        if storage is None:
+            storage = "float16" if held is None else held.storage
+        return cls(shape, encoding_name(storage), layers)
 
     @property
     def encoding(self) -> Encoding:
@@ -106,12 +108,13 @@ class TokenRecord:
         return f"tokens of {self.shape.width} as {self.storage}{maps}"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"storage": stored_name(self.storage)}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "TokenRecord":
         layers = record["attention"]
-        return cls(TokenShape(**record["shape"]), record["storage"], None if layers is None else tuple(layers))
+        storage = encoding_name(record["storage"])
+        return cls(TokenShape(**record["shape"]), storage, None if layers is None else tuple(layers))
 
 
 def token_encoding(name: str) -> Encoding:
@@ -120,9 +123,12 @@ def token_encoding(name: str) -> Encoding:
     Raises:
         CacheError: states are not kept in such a format.
     """
-    if name not in TOKEN_ENCODINGS:
-        raise CacheError(f"unknown number format {name!r} of token states; known: {', '.join(TOKEN_ENCODINGS)}")
-    return TOKEN_ENCODINGS[name]
+    try:
+        return TOKEN_ENCODINGS[encoding_name(name)]
+    except KeyError:
+        raise CacheError(
+            f"unknown encoding {name!r} of token states; expected one of {', '.join(TOKEN_ENCODINGS)}"
+        ) from None
 
 
 def checked_layers(layers: Sequence[int], shape: TokenShape) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError, SpaceMismatch
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.storage.codec import find_encoding
+from teacher_cache.storage.codec import find_encoding, stored_name
 from teacher_cache.table.intake import mapped
 
 
@@ -40,7 +40,7 @@ class Origin:
         record = {
             "space": self.space.to_json(),
             "fingerprint": self.space.fingerprint,
-            "storage": self.storage,
+            "storage": stored_name(self.storage),
             "corpus": self.corpus,
             "worst_error": self.worst_error,
         }

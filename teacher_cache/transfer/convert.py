@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.codec import Encoding, check_rows, find_encoding, joint_error
+from teacher_cache.storage.codec import Encoding, check_rows, find_encoding, joint_error, stored_name
 from teacher_cache.storage.files import replacing
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.shards import ShardedArray
@@ -65,10 +65,10 @@ def convert(
         view = cache.space(space)
         before = view.record
         kept = "" if before.columns is None else before.columns.describe()
-        if before.storage == storage:
+        if view.encoding == encoding:
             size = sum(record.size for _, record in cache.index.iter_shards(view.array_name))
-            return Conversion(view.slug, storage, storage, 0, view.worst_error(), size, size, kept)
-        after = replace(before, storage=storage, array=f"vectors-{storage}.zarr")
+            return Conversion(view.slug, encoding.name, encoding.name, 0, view.worst_error(), size, size, kept)
+        after = replace(before, storage=encoding.name, array=f"vectors-{stored_name(encoding.name)}.zarr")
         folder = cache.path / SPACES / view.slug
         # Left by a conversion that was interrupted, or by one that this one takes back.
         cache.index.commit(
@@ -93,7 +93,7 @@ def convert(
         cache.index.commit(changes)
         with replacing(folder / SPACE_JSON) as file:
             file.write(after.to_json())
-        return Conversion(view.slug, before.storage, storage, done, worst, size_before, size, kept)
+        return Conversion(view.slug, before.storage, encoding.name, done, worst, size_before, size, kept)
 
 
 def _convert_shard(

@@ -55,8 +55,8 @@ def test_kills_inside_writes_and_commits_lose_nothing_and_show_nothing_half_done
 def test_a_loss_would_be_seen(tmp_path: Path) -> None:
     corpus, *_ = crash.write_corpora(tmp_path)
     watch = crash.Watch(tmp_path / "cache", tmp_path / "log")
-    assert killed(corpus, watch, "raw", "never", 0) == 0
-    expected = whole(tmp_path, corpus, "raw")["vectors"]
+    assert killed(corpus, watch, "float16-raw", "never", 0) == 0
+    expected = whole(tmp_path, corpus, "float16-raw")["vectors"]
     watch.look(expected)  # type: ignore[arg-type]
     assert watch.faults == []
     damage.delete(watch.cache, random.Random(0))

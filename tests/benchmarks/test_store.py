@@ -107,7 +107,7 @@ def test_cosine_errors_are_exact_where_the_cosine_is_nearly_one() -> None:
 def test_a_format_is_measured_by_what_is_read_back(tmp_path: Path) -> None:
     vectors = np.random.default_rng(0).standard_normal((100, 32)).astype(np.float32)
     vectors[3] = np.nan
-    found = format_size(vectors, "raw", tmp_path)
+    found = format_size(vectors, "float16-raw", tmp_path)
     # 99 rows of 32 float16 and an inner chunk or two that the refused row shares.
     assert found["stored"] == 99
     assert 99 * 64 <= found["bytes"] < 100 * 64 + 8192
@@ -162,9 +162,9 @@ def test_gather_ratios_are_of_times_and_the_slower_one_is_on_top() -> None:
 
 
 def test_size_ratios_are_against_four_bytes_a_number_of_the_rows_that_were_stored() -> None:
-    formats = {"compact": {"stored": 10, "bytes": 100, "worst": 1e-5, "mean": 1e-6}}
+    formats = {"int8": {"stored": 10, "bytes": 100, "worst": 1e-5, "mean": 1e-6}}
     found = ratios({"size": {"real.npy": {"rows": 12, "dims": 8, "formats": formats}}})
-    assert found == {"bytes of real.npy: float32 / compact": pytest.approx(3.2)}
+    assert found == {"bytes of real.npy: float32 / int8": pytest.approx(3.2)}
 
 
 def test_no_figures_no_ratio() -> None:

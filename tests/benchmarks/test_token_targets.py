@@ -83,9 +83,9 @@ def test_a_size_that_no_teacher_has_is_refused(size: str) -> None:
 def test_losses_that_differ_end_in_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(token_targets.TOLERANCES, "compact", 0.0)
+    monkeypatch.setitem(token_targets.TOLERANCES, "int8", 0.0)
     with pytest.raises(SystemExit) as stopped:
-        measured(["--methods", "dskd", "--storage", "compact"], tmp_path, monkeypatch, capsys)
+        measured(["--methods", "dskd", "--storage", "int8"], tmp_path, monkeypatch, capsys)
     assert stopped.value.code == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "losses differ by more than 0.0e+00: dskd"

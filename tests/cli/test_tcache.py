@@ -265,14 +265,15 @@ def test_storage_is_one_of_the_number_formats() -> None:
 def test_a_space_is_converted_and_told_what_it_cost(corpus: Path, tmp_path: Path) -> None:
     path = tmp_path / "c"
     run("build", corpus, "--teacher", "toy", "--cache", path, "--storage", "float32")
-    result = run("convert", path, "--storage", "compact")
+    result = run("convert", path, "--storage", "int8")
     assert "4 vectors of toy@" in result.stdout
-    assert "float32 -> compact" in result.stdout
+    assert "float32 -> int8" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("next: tcache gc")
-    record = json.loads(run("convert", path, "--storage", "compact", "--json").stdout)
-    assert (record["storage_before"], record["storage"], record["rows"]) == ("compact", "compact", 0)
-    assert json.loads(run("info", path, "--json").stdout)["spaces"][record["space"]]["storage"] == "compact"
-    assert "no embedding space 'other'" in refused(run("convert", path, "--storage", "raw", "--space", "other"))
+    record = json.loads(run("convert", path, "--storage", "int8", "--json").stdout)
+    assert (record["storage_before"], record["storage"], record["rows"]) == ("int8", "int8", 0)
+    assert json.loads(run("info", path, "--json").stdout)["spaces"][record["space"]]["storage"] == "int8"
+    assert f"space {record['space']} is stored as int8 already" in run("convert", path, "--storage", "compact").stdout
+    assert "no embedding space 'other'" in refused(run("convert", path, "--storage", "float16-raw", "--space", "other"))
 
 
 def test_an_export_comes_back_in_and_says_what_was_left_out(cache: Path, tmp_path: Path) -> None:

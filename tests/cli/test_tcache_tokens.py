@@ -46,12 +46,12 @@ def test_a_build_and_info_tell_of_token_columns(corpus: Path) -> None:
 def test_a_plan_prints_the_bytes_of_token_columns_by_format(corpus: Path) -> None:
     words = ("plan", corpus, "--teacher", "toy", "--cache", corpus.parent / "c")
     assert (
-        "token columns: 384 B as float16, 384 B as raw, 252 B as compact"
+        "token columns: 384 B as float16, 384 B as float16-raw, 252 B as int8"
         in run(*words, "--columns", "vectors,tokens").stdout
     )
     assert "token columns" not in run(*words).stdout
     foretold = json.loads(run(*words, *ALL, "--attention-layers", "1,3", "--json").stdout)["token_bytes"]
-    assert foretold == {"float16": 452, "raw": 452, "compact": 320}
+    assert foretold == {"float16": 452, "float16-raw": 452, "int8": 320}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_plan_prints_the_bytes_of_token_columns_by_format(corpus: Path) -> Non
         (("--columns", "vectors,tokens", "--attention-layers", "3"), "--attention-layers goes with"),
         ((*ALL, "--attention-layers", "last"), "'last' is no list of layers"),
         ((*ALL, "--attention-layers", ""), "'' is no list of layers"),
-        (("--token-storage", "raw"), "--token-storage goes with --columns vectors,tokens"),
+        (("--token-storage", "float16-raw"), "--token-storage goes with --columns vectors,tokens"),
         (("--columns", "vectors,tokens", "--token-storage", "float32"), "'float32' is not one of"),
     ],
 )
@@ -83,12 +83,12 @@ def test_what_leaves_token_columns_out_says_so_in_one_line(corpus: Path, tmp_pat
     build(corpus, "c", "--columns", "vectors,tokens", "--name", "a")
     build(corpus, "d", "--columns", "vectors,tokens", "--token-storage", "raw", "--name", "b")
     path = tmp_path / "c"
-    assert "tokens of 24 as float16 stay as they are stored" in run("convert", path, "--storage", "raw").stdout
+    assert "tokens of 24 as float16 stay as they are stored" in run("convert", path, "--storage", "float16-raw").stdout
     exported = run("export", path, "--format", "npy", "-o", tmp_path / "out").stdout
     assert "vectors alone are exported, not tokens of 24 as float16" in exported
     merged = run("merge", tmp_path / "d", "--into", path)
     assert merged.exit_code == 0
-    assert "left out: tokens of 24 as raw of" in merged.stdout
+    assert "left out: tokens of 24 as float16-raw of" in merged.stdout
     assert "token columns of 3 texts stored" in run("merge", path, "--into", tmp_path / "e").stdout
 
 

@@ -295,18 +295,18 @@ def test_an_unknown_teacher_or_format_leaves_no_folder(tmp_path: Path) -> None:
     path = tmp_path / "cache"
     with pytest.raises(TeacherError):
         build(corpus, TeacherOptions(model="toy", backend="no.such:Teacher"), path, name="x")
-    with pytest.raises(CacheError, match="unknown number format 'float17'"):
+    with pytest.raises(CacheError, match="unknown encoding 'float17'"):
         build(corpus, TOY, path, name="x", storage="float17")
     assert not path.exists()
 
 
 def test_the_number_format_of_a_space_is_kept(tmp_path: Path) -> None:
-    built(tmp_path, TEXTS[:5], storage="raw")
+    built(tmp_path, TEXTS[:5], storage="float16-raw")
     assert built(tmp_path, TEXTS).encoded == 15
-    with pytest.raises(CacheError, match="is stored as raw, not float16"):
+    with pytest.raises(CacheError, match="is stored as float16-raw, not float16"):
         built(tmp_path, TEXTS, storage="float16")
     with TeacherCache.open(tmp_path / "cache") as cache:
-        assert cache.space().record.storage == "raw"
+        assert cache.space().record.storage == "float16-raw"
         assert unequal_rows(cache.space(), TEXTS) == []
 
 

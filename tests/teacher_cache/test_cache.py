@@ -203,8 +203,8 @@ def test_an_unsettled_precision_finds_the_space_that_differs_in_nothing_else(cac
 
 def test_a_space_in_another_number_format_is_refused(cache: TeacherCache) -> None:
     with TeacherCache.open(cache.path, "a") as writer:
-        with pytest.raises(CacheError, match="is stored as float16, not raw; leave --storage out"):
-            writer.ensure_space(resolve(TOY).space, "raw")
+        with pytest.raises(CacheError, match="is stored as float16, not float16-raw; leave --storage out"):
+            writer.ensure_space(resolve(TOY).space, "float16-raw")
         assert writer.ensure_space(resolve(TOY).space, "float16").present_count() == len(TEXTS)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.codec import ENCODINGS, Checked, check_rows, find_encoding
+from teacher_cache.storage.codec import ENCODINGS, Checked, check_rows, find_encoding, stored_name
 from teacher_cache.table.view import create_vectors
 
 FLOAT16 = ENCODINGS["float16"]
@@ -111,22 +111,28 @@ def test_no_rows_are_no_problem() -> None:
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(CacheError, match="'float17'; known: float16, raw"):
+    with pytest.raises(CacheError, match="'float17'; expected one of float16, float16-raw"):
         find_encoding("float17")
 
 
-def test_compact_keeps_a_scale_for_each_64_numbers() -> None:
+@pytest.mark.parametrize(("old", "name"), [("raw", "float16-raw"), ("compact", "int8")])
+def test_older_names_of_encodings_are_accepted_and_written(old: str, name: str) -> None:
+    assert find_encoding(old) is find_encoding(name) is ENCODINGS[name]
+    assert stored_name(name) == old
+
+
+def test_int8_keeps_a_scale_for_each_64_numbers() -> None:
     """By hand: max 127 * 0.5 in the first block, 127 * 0.25 in the second, of 70 numbers."""
     vector = np.zeros((1, 70), dtype=np.float32)
     vector[0, [0, 1, 2, 63]] = [63.5, -63.5, 0.6, 0.2]
     vector[0, [64, 69]] = [-31.75, 1.0]
-    compact = ENCODINGS["compact"]
-    stored = compact.store(vector)
-    assert stored.shape == (1, compact.width(70)) == (1, 74)
+    int8 = ENCODINGS["int8"]
+    stored = int8.store(vector)
+    assert stored.shape == (1, int8.width(70)) == (1, 74)
     assert stored[0, [0, 1, 2, 63, 64, 69]].tolist() == [127, -127, 1, 0, -127, 4]
     assert stored[:, 70:].copy().view("<f2").tolist() == [[0.5, 0.25]]
     back = np.empty_like(vector)
-    compact.restore(stored, back)
+    int8.restore(stored, back)
     assert back[0, [0, 1, 2, 63, 64, 69]].tolist() == [63.5, -63.5, 0.5, 0.0, -31.75, 1.0]
 
 
@@ -163,11 +169,11 @@ def test_no_format_stores_what_is_no_vector(name: str, row: list[float], reason:
     assert check_rows(np.array([row], dtype=np.float32), ENCODINGS[name]).refused == {0: reason}
 
 
-def test_compact_refuses_scales_beyond_float16() -> None:
-    compact = ENCODINGS["compact"]
-    refused = check_rows(np.array([[9e6, 1.0], [1e-9, 1e-9]], dtype=np.float32), compact).refused
-    assert refused[0].startswith("overflows compact")
-    assert refused[1].startswith("vanishes in compact")
+def test_int8_refuses_scales_beyond_float16() -> None:
+    int8 = ENCODINGS["int8"]
+    refused = check_rows(np.array([[9e6, 1.0], [1e-9, 1e-9]], dtype=np.float32), int8).refused
+    assert refused[0].startswith("overflows int8")
+    assert refused[1].startswith("vanishes in int8")
 
 
 def test_float32_changes_nothing() -> None:

@@ -1,5 +1,6 @@
 """A space in another number format: from what is stored alone, all at once for readers, never from damage."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,13 +11,17 @@ import zarr
 from teacher_cache.building.build import build
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache
 from teacher_cache.maintenance.gc import reclaim
+from teacher_cache.maintenance.info import describe
 from teacher_cache.maintenance.repair import repair
 from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.codec import ENCODINGS, find_encoding
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
+from teacher_cache.tokens.request import TokenRequest
 from teacher_cache.transfer import convert as conversion
 from teacher_cache.transfer.convert import convert
+from teacher_cache.transfer.exporter import export
+from teacher_cache.transfer.importer import import_vectors
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said
 
 TEXTS = numbered(43)
@@ -43,11 +48,11 @@ def test_a_converted_space_holds_what_a_build_in_that_format_holds(path: Path, t
 
 
 def test_a_conversion_asks_no_teacher_and_the_next_build_goes_on_in_its_format(path: Path, tmp_path: Path) -> None:
-    convert(path, "compact")
+    convert(path, "int8")
     result = build(corpus_of(tmp_path, numbered(50)), TOY, path, name="more")
     assert (result.cached, result.encoded) == (43, 7)
     with TeacherCache.open(path) as cache:
-        assert cache.space().record.storage == "compact"
+        assert cache.space().record.storage == "int8"
         vectors = cache.space().gather(np.arange(50))
         cosines = (vectors * said(numbered(50))).sum(axis=1) / np.linalg.norm(vectors, axis=1)
         assert (cosines > 1 - 1e-4).all()
@@ -60,9 +65,9 @@ def test_readers_that_are_open_keep_the_old_vectors_and_new_ones_see_the_new(pat
     with TeacherCache.open(path) as cache:
         view = cache.space()
         view.gather(rows[:3])
-        convert(path, "compact")
+        convert(path, "int8")
         np.testing.assert_array_equal(view.gather(rows), said(TEXTS))
-        assert cache.space().encoding.name == "compact"
+        assert cache.space().encoding.name == "int8"
         assert verify(path, deep=True).ok
     reclaim(path)
     with TeacherCache.open(path) as cache:
@@ -73,7 +78,7 @@ def test_readers_that_are_open_keep_the_old_vectors_and_new_ones_see_the_new(pat
 
 
 def test_there_and_back_again_adds_the_errors_up(path: Path) -> None:
-    errors = [convert(path, storage).worst_error for storage in ("float16", "compact", "float32")]
+    errors = [convert(path, storage).worst_error for storage in ("float16", "int8", "float32")]
     assert all(first <= second for first, second in pairwise(errors))
     with TeacherCache.open(path) as cache:
         vectors = cache.space().gather(np.arange(43)).astype(np.float64)
@@ -102,12 +107,12 @@ def test_an_interrupted_conversion_changes_nothing_and_can_be_begun_again(
 
     monkeypatch.setattr(conversion, "_convert_shard", killed)
     with pytest.raises(KeyboardInterrupt):
-        convert(path, "raw")
+        convert(path, "float16-raw")
     with TeacherCache.open(path) as cache:
         assert cache.space().record.storage == "float32"
         np.testing.assert_array_equal(cache.space().gather(np.arange(43)), said(TEXTS))
     assert verify(path, deep=True).ok
-    assert convert(path, "raw").rows == 43
+    assert convert(path, "float16-raw").rows == 43
 
 
 def test_damage_is_not_converted(path: Path) -> None:
@@ -117,7 +122,7 @@ def test_damage_is_not_converted(path: Path) -> None:
     data[30] ^= 1
     shard.write_bytes(data)
     with pytest.raises(DamagedCache, match=str(shard)):
-        convert(path, "raw")
+        convert(path, "float16-raw")
 
 
 def test_a_vector_that_the_format_cannot_hold_stops_it(tmp_path: Path) -> None:
@@ -129,8 +134,8 @@ def test_a_vector_that_the_format_cannot_hold_stops_it(tmp_path: Path) -> None:
         convert(tmp_path / "cache", "float16")
 
 
-def test_zarr_and_numpy_alone_read_compact_vectors(path: Path) -> None:
-    convert(path, "compact")
+def test_zarr_and_numpy_alone_read_int8_vectors(path: Path) -> None:
+    convert(path, "int8")
     with TeacherCache.open(path) as cache:
         view = cache.space()
         expected = view.gather(np.arange(43))
@@ -140,11 +145,11 @@ def test_zarr_and_numpy_alone_read_compact_vectors(path: Path) -> None:
     np.testing.assert_array_equal(numbers * scales.repeat(64, axis=1)[:, :dims], expected)
 
 
-@pytest.mark.parametrize("storage", [name for name in ENCODINGS if name != "compact"])
-def test_vectors_that_were_compact_before_are_sound_in_any_format(tmp_path: Path, storage: str) -> None:
+@pytest.mark.parametrize("storage", [name for name in ENCODINGS if name != "int8"])
+def test_vectors_that_were_int8_before_are_valid_in_any_encoding(tmp_path: Path, storage: str) -> None:
     """Their lengths are off by more than the new format's own bound, and that is no damage."""
     texts = numbered(400)
-    built(tmp_path, texts, storage="compact")
+    built(tmp_path, texts, storage="int8")
     path = tmp_path / "cache"
     convert(path, storage)
     with TeacherCache.open(path) as cache:
@@ -154,7 +159,29 @@ def test_vectors_that_were_compact_before_are_sound_in_any_format(tmp_path: Path
     assert repair(path).missing == 0
 
 
+@pytest.mark.parametrize(("old", "name"), [("raw", "float16-raw"), ("compact", "int8")])
+def test_files_keep_the_older_names_of_encodings_and_both_are_accepted(tmp_path: Path, old: str, name: str) -> None:
+    built(tmp_path, TEXTS[:5], tokens=TokenRequest(), storage=old, token_storage=old)
+    built(tmp_path, TEXTS[:9], tokens=TokenRequest(), storage=name, token_storage=name)
+    path = tmp_path / "cache"
+    with TeacherCache.open(path) as cache:
+        view = cache.space()
+        on_disk = [cache.index.record("spaces", view.slug) or b"", (view.folder / "space.json").read_bytes()]
+        assert view.record.columns is not None
+        assert (view.record.storage, view.record.columns.storage) == (name, name)
+    for record in map(json.loads, on_disk):
+        assert (record["storage"], record["columns"]["storage"]) == (old, old)
+    (held,) = describe(path)["spaces"].values()
+    assert (held["storage"], held["columns"]["tokens"]["storage"]) == (name, name)
+    assert convert(path, old).rows == convert(path, name).rows == 0
+    export(path, tmp_path / "out", "npy")
+    assert json.loads((tmp_path / "out/space.json").read_text())["storage"] == old
+    import_vectors(tmp_path / "out", tmp_path / "other")
+    with TeacherCache.open(tmp_path / "other") as cache:
+        assert cache.space().record.storage == name
+
+
 def test_a_missing_cache_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(CacheNotFound):
-        convert(tmp_path / "none", "raw")
+        convert(tmp_path / "none", "float16-raw")
     assert list(tmp_path.iterdir()) == []

@@ -52,7 +52,7 @@ from tests.teacher_cache.small_caches import SHARD_ROWS, TOY, built, corpus_of, 
 
 @pytest.mark.parametrize(
     ("form", "storage"),
-    [*(("npy", storage) for storage in ENCODINGS), ("parquet", "raw"), ("hf-dataset", "compact")],
+    [*(("npy", storage) for storage in ENCODINGS), ("parquet", "float16-raw"), ("hf-dataset", "int8")],
 )
 def test_a_build_after_an_import_encodes_nothing(tmp_path: Path, form: str, storage: str) -> None:
     built(tmp_path / "a", RECORDS, storage=storage)
@@ -92,13 +92,13 @@ def test_any_text_survives_the_way_out_and_back(texts: list[str], form: str, blo
 def test_an_import_fills_up_a_cache_that_has_some_of_it(tmp_path: Path) -> None:
     built(tmp_path / "a", RECORDS)
     export(tmp_path / "a/cache", tmp_path / "out", "npy", corpus="corpus")
-    built(tmp_path / "b", ["own", *TEXTS[5:9]], name="own", storage="raw")
+    built(tmp_path / "b", ["own", *TEXTS[5:9]], name="own", storage="float16-raw")
     report = import_vectors(tmp_path / "out", tmp_path / "b/cache")
     assert (report.stored, report.held) == (16, 4)
     again = import_vectors(tmp_path / "out", tmp_path / "b/cache")
     assert (again.stored, again.held) == (0, 20)
     with TeacherCache.open(tmp_path / "b/cache") as cache:
-        assert cache.space().record.storage == "raw"
+        assert cache.space().record.storage == "float16-raw"
         assert set(cache.corpora()) == {"own", "corpus"}
     assert verify(tmp_path / "b/cache", deep=True).ok
 
@@ -186,7 +186,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[KnownError], str]] = {
     ),
     "a field lost": (change_space(lambda r: r["space"].pop("prompt")), CorpusError, "missing fields .'prompt'"),
     "no JSON": (lambda folder: (folder / "space.json").write_text("{"), CorpusError, "does not describe"),
-    "an unknown number format": (change_space(lambda r: r.update(storage="f8")), CacheError, "unknown number format"),
+    "an unknown encoding": (change_space(lambda r: r.update(storage="f8")), CacheError, "unknown number format"),
     "a path for a name": (change_space(lambda r: r.update(corpus="../../x")), CacheError, "cannot name a corpus"),
     "another width": (
         change_array("vectors.npy", lambda v: v[:, :8]),

@@ -149,11 +149,11 @@ def test_values_of_one_number_format_stay_bit_for_bit(tmp_path: Path, storage: s
 
 
 def test_the_number_format_of_the_target_stays(tmp_path: Path) -> None:
-    target = cache_of(tmp_path / "c", TEXTS[:9], name="first", storage="raw")
+    target = cache_of(tmp_path / "c", TEXTS[:9], name="first", storage="float16-raw")
     source = cache_of(tmp_path / "a", TEXTS, name="second", storage="float16")
     merge([source], target)
     with TeacherCache.open(target) as cache:
-        assert cache.space().record.storage == "raw"
+        assert cache.space().record.storage == "float16-raw"
     assert same_vectors(target, source)
 
 
@@ -316,7 +316,7 @@ def test_a_vector_counts_for_more_than_a_refusal(tmp_path: Path, first: str) -> 
 
 @pytest.mark.parametrize("which", ["spaces/*/vectors.zarr/c/1/0", "texts/keys/c/1/0"])
 def test_damage_is_not_copied(tmp_path: Path, which: str) -> None:
-    source = cache_of(tmp_path / "a", TEXTS, name="first", storage="raw")
+    source = cache_of(tmp_path / "a", TEXTS, name="first", storage="float16-raw")
     (path,) = source.glob(which)
     body = bytearray(path.read_bytes())
     body[5] ^= 0x10

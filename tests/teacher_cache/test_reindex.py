@@ -143,7 +143,7 @@ def where(report: ReindexReport) -> list[str]:
 
 
 def test_a_converted_space_is_found_in_its_newest_format(path: Path) -> None:
-    convert(path, "raw")
+    convert(path, "float16-raw")
     before = contents(path)
     lose_index(path)
     assert reindex(path).ok

@@ -17,7 +17,7 @@ from tests.teacher_cache.small_caches import built, numbered, said
 TEXTS = [*numbered(200), *numbered(20)]  # the last twenty stand twice
 
 
-@pytest.fixture(scope="module", params=["float16", "raw", "compact", "float32"])
+@pytest.fixture(scope="module", params=["float16", "float16-raw", "int8", "float32"])
 def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeacherCache]:
     folder = tmp_path_factory.mktemp("stream")
     built(folder, TEXTS, storage=request.param)
@@ -34,7 +34,7 @@ def reader(cache: TeacherCache, batch: int = 8, window: int = 64, **options: Any
 def assert_right(batch: Batch) -> None:
     assert batch.vectors.dtype == np.float32
     cosines = (batch.vectors * said(batch.texts)).sum(axis=1) / np.linalg.norm(batch.vectors, axis=1)
-    assert (cosines > 1 - 1e-3).all()  # compact; two texts of the toy teacher are far apart
+    assert (cosines > 1 - 1e-3).all()  # int8; two texts of the toy teacher are far apart
 
 
 def test_an_epoch_gives_every_record_once_with_its_own_text_and_vector(cache: TeacherCache) -> None:

@@ -143,8 +143,8 @@ def test_layers_are_those_that_are_held_or_the_last(tmp_path: Path) -> None:
     built(tmp_path, TEXTS[:5], tokens=TokenRequest(attention=()))
     with pytest.raises(CacheError, match="keeps attention of layers 3, not 1,3; leave --attention-layers out"):
         built(tmp_path, TEXTS, tokens=LAYERS)
-    with pytest.raises(CacheError, match="keeps tokens as float16, not compact; leave --token-storage out"):
-        built(tmp_path, TEXTS, tokens=STATES_ONLY, token_storage="compact")
+    with pytest.raises(CacheError, match="keeps tokens as float16, not int8; leave --token-storage out"):
+        built(tmp_path, TEXTS, tokens=STATES_ONLY, token_storage="int8")
     assert verify(path, deep=True).ok
 
 
@@ -415,7 +415,7 @@ def test_a_plan_foretells_the_bytes_that_a_build_writes(tmp_path: Path, storage:
     # With a text more, and with attention where there was none.
     more = corpus_of(tmp_path, [*TEXTS, "a text of five words"])
     foretold = plan(more, TOY, path, tokens=LAYERS)
-    assert (foretold.missing, foretold.bytes["raw"]) == (1 if request_ is LAYERS else 21, 64)
+    assert (foretold.missing, foretold.bytes["float16-raw"]) == (1 if request_ is LAYERS else 21, 64)
     assert plan(more, TOY, path).token_bytes == {}
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teacher_cache.errors import CacheError, DamagedCache, MissingRows, TeacherError
+from teacher_cache.storage.codec import stored_name
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceRecord, SpaceView
@@ -130,7 +131,7 @@ def test_what_is_stored_of_a_text_comes_back_within_its_format(
         assert stored.bytes == stored.tokens * made.record.token_bytes() + made.record.attention_bytes(stored.tokens)
         back = made.restore(stored)
         np.testing.assert_array_equal(back.pieces, text.pieces)
-        step = {"compact": np.abs(text.states).max() / 127}.get(storage, np.abs(text.states) * 2**-11 + 2**-24)
+        step = {"int8": np.abs(text.states).max() / 127}.get(storage, np.abs(text.states) * 2**-11 + 2**-24)
         assert (np.abs(back.states - text.states) <= step * 1.01).all()
         assert checked.errors[place] <= made.encoding.max_cosine_error
         if attention:
@@ -200,7 +201,7 @@ def test_shapes_that_the_configuration_did_not_promise_are_the_teachers_fault(tm
 @pytest.mark.parametrize("width", [64, 96, 128])
 @pytest.mark.parametrize("rows", [0, 7])
 def test_blocks_are_restored_to_the_same_numbers_into_any_memory(width: int, rows: int) -> None:
-    encoding = TOKEN_ENCODINGS["compact"]
+    encoding = TOKEN_ENCODINGS["int8"]
     stored = encoding.store(np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32))
     dense, strided = np.empty((rows, width), dtype=np.float32), np.empty((rows, 2 * width), dtype=np.float32)[:, ::2]
     encoding.restore(stored, dense)
@@ -287,10 +288,10 @@ def test_a_view_with_its_columns_open_travels_to_another_process(tmp_path: Path)
 def test_zarr_and_numpy_alone_read_a_cache_with_token_columns(tmp_path: Path, storage: str) -> None:
     path, _ = token_cache(tmp_path, numbered(20), token_storage=storage)
     (space,) = (path / "spaces").iterdir()
-    told = json.loads((space / "space.json").read_text())["columns"]
-    assert told == {
+    written = json.loads((space / "space.json").read_text())["columns"]
+    assert written == {
         "shape": {"width": 24, "layers": 3, "heads": 2, "causal": False},
-        "storage": storage,
+        "storage": stored_name(storage),
         "attention": [1, 3],
     }
     blobs_of = {
@@ -303,7 +304,7 @@ def test_zarr_and_numpy_alone_read_a_cache_with_token_columns(tmp_path: Path, st
         halves = np.frombuffer(blobs_of["attention"][row], "<f2")
         np.testing.assert_array_equal(halves[: len(pieces)], text.importance)
         np.testing.assert_array_equal(halves[len(pieces) :].reshape(2, len(pieces), -1), text.attention)
-        if storage == "compact":
+        if storage == "int8":
             rows = np.frombuffer(blobs_of["tokens"][row], "i1").reshape(len(pieces), -1)
             states = rows[:, :24] * rows[:, 24:].copy().view("<f2").astype("f4").repeat(64, axis=1)[:, :24]
         else:
@@ -317,7 +318,7 @@ def test_shards_of_token_columns_are_small_and_divide_those_of_the_table() -> No
         rows = one.shard_rows(8192)
         assert rows == expected
         assert rows * (32 * one.token_bytes() + one.attention_bytes(32)) <= 64 * 2**20
-    assert TokenRecord(TokenShape(10**8, 1, 1, False), "raw").shard_rows(8192) == 1
+    assert TokenRecord(TokenShape(10**8, 1, 1, False), "float16-raw").shard_rows(8192) == 1
     assert record().shard_rows(24) == 24
 
 
@@ -343,7 +344,7 @@ def test_columns_of_another_shape_format_or_layers_are_refused_in_one_line(tmp_p
         held = view.record.columns
         assert held is not None
         for wanted, message in (
-            (TokenRecord(held.shape, "raw", held.attention), "keeps tokens as float16, not raw"),
+            (TokenRecord(held.shape, "float16-raw", held.attention), "keeps tokens as float16, not float16-raw"),
             (TokenRecord(held.shape, "float16", (2,)), "keeps attention of layers 1,3, not 2"),
             (TokenRecord(SHAPE, "float16", None), "keeps tokens of TokenShape"),
         ):
@@ -351,7 +352,7 @@ def test_columns_of_another_shape_format_or_layers_are_refused_in_one_line(tmp_p
                 cache.ensure_tokens(view, wanted)
         assert cache.ensure_tokens(view, TokenRecord(held.shape, "float16", None)).record.columns == held
         assert LAYERS.attention == held.attention
-    with pytest.raises(CacheError, match="unknown number format 'float32' of token states"):
+    with pytest.raises(CacheError, match="unknown encoding 'float32' of token states"):
         TokenRecord(SHAPE, "float32").encoding  # noqa: B018
 
 

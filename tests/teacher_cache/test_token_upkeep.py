@@ -263,7 +263,7 @@ def test_clearing_away_keeps_columns_that_are_published_and_removes_what_a_kill_
 
 def test_conversion_leaves_token_columns_as_they_are_and_says_so(path: Path) -> None:
     before = token_files(path)
-    assert convert(path, "compact").token_columns == "tokens of 24 as float16, attention of layers 1, 3"
+    assert convert(path, "int8").token_columns == "tokens of 24 as float16, attention of layers 1, 3"
     reclaim(path)
     assert token_files(path) == before
     assert_said(opened(path), TEXTS)
@@ -281,7 +281,7 @@ def test_caches_are_joined_with_their_token_columns(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one, _ = token_cache(tmp_path / "a", TEXTS[:9], name="a")
-    other, _ = token_cache(tmp_path / "b", TEXTS[5:][::-1], tokens=STATES_ONLY, storage="raw", name="b")
+    other, _ = token_cache(tmp_path / "b", TEXTS[5:][::-1], tokens=STATES_ONLY, storage="float16-raw", name="b")
     into = tmp_path / "joined"
     report = merge([one, other], into)
     assert report.left_out == []
@@ -314,11 +314,11 @@ def test_token_columns_in_another_format_are_left_out_of_a_joined_cache_and_name
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one, _ = token_cache(tmp_path / "a", TEXTS[:9], name="a")
-    other, _ = token_cache(tmp_path / "b", TEXTS[9:], token_storage="compact", name="b")
+    other, _ = token_cache(tmp_path / "b", TEXTS[9:], token_storage="int8", name="b")
     report = merge([other], one)
     (line,) = report.left_out
-    assert line.startswith(f"tokens of 24 as compact, attention of layers 1, 3 of {other}: space ")
-    assert "keeps tokens as float16, not compact" in line
+    assert line.startswith(f"tokens of 24 as int8, attention of layers 1, 3 of {other}: space ")
+    assert "keeps tokens as float16, not int8" in line
     assert report.token_texts == 0
     assert_said(opened(one), TEXTS[:9])
     assert unequal_rows(opened(one), TEXTS) == []

@@ -106,8 +106,8 @@ def test_a_corpus_that_was_never_encoded_to_its_end_is_not_exported(tmp_path: Pa
     ("form", "storage"),
     [
         *(("npy", storage) for storage in ENCODINGS),
-        ("parquet", "raw"),
-        ("parquet", "compact"),
+        ("parquet", "float16-raw"),
+        ("parquet", "int8"),
         ("hf-dataset", "float16"),
         ("hf-dataset", "float32"),
     ],
@@ -230,7 +230,7 @@ def test_a_space_that_loses_vectors_while_it_is_exported_is_not_exported_short(
 
 @pytest.mark.parametrize("which", ["spaces/*/vectors.zarr/c/0/0", "texts/keys/c/0/0"])
 def test_damage_is_not_exported(tmp_path: Path, which: str) -> None:
-    built(tmp_path, TEXTS, storage="raw")  # nothing but the digest protects raw values
+    built(tmp_path, TEXTS, storage="float16-raw")  # nothing but the digest protects float16-raw values
     (path,) = (tmp_path / "cache").glob(which)
     body = bytearray(path.read_bytes())
     body[5] ^= 0x10

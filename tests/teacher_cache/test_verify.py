@@ -218,7 +218,7 @@ def many_chunks(folder: Path, storage: str) -> Path:
     return folder / "cache"
 
 
-@pytest.mark.parametrize("storage", ["float16", "compact", "float32"])
+@pytest.mark.parametrize("storage", ["float16", "int8", "float32"])
 def test_chunks_with_a_bad_checksum_are_named_by_their_rows(tmp_path: Path, storage: str) -> None:
     path = many_chunks(tmp_path, storage)
     file = vectors(path, 0)

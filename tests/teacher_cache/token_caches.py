@@ -21,7 +21,7 @@ from tests.teacher_cache.small_caches import TOY, built
 
 STATES_ONLY = TokenRequest()
 LAYERS = TokenRequest(attention=(1, 3))
-TOLERANCE = {"float16": 1e-3, "raw": 1e-3, "compact": 1e-2}
+TOLERANCE = {"float16": 1e-3, "float16-raw": 1e-3, "int8": 1e-2}
 # Bytes of usual texts of the toy teacher in float16 with two layers of attention: token shards of four rows.
 FOUR_ROWS = 4 * (32 * (24 * 2 + 16) + 2 * 32 * (1 + 2 * 32))
 
