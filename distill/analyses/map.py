@@ -27,7 +27,7 @@ from distill.analyses.layers import shown_rows
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import EvaluationError
 from distill.evaluation.base import unit_rows
-from teacher_cache.errors import MissingDependency
+from teacher_cache.errors import optional_import
 
 METHODS = ("tsne", "pca")
 FEWEST_TEXTS = 4
@@ -136,10 +136,8 @@ def procrustes(student: Matrix, teacher: Matrix) -> Matrix:
     Args:
         student: `(n, d_s)`, and `teacher` `(n, d_T)`, of the same texts.
     """
-    try:
+    with optional_import("fitting a rotation"):
         from scipy.linalg import orthogonal_procrustes
-    except ImportError as error:
-        raise MissingDependency("fitting a rotation needs SciPy: pip install 'teacher-cache[eval]'") from error
     dims = max(student.shape[1], teacher.shape[1])
     rotation: Matrix = orthogonal_procrustes(padded(student, dims), padded(teacher, dims))[0]
     return rotation
@@ -179,11 +177,9 @@ def distances(student: Matrix, teacher: Matrix) -> dict[str, float]:
 
 def project(points: Matrix, method: str, seed: int = 0) -> Matrix:
     """`(m, 2)` places of m >= 8 points on one plane; the same for the same seed."""
-    try:
+    with optional_import("a map"):
         from sklearn.decomposition import PCA
         from sklearn.manifold import TSNE
-    except ImportError as error:
-        raise MissingDependency("a map needs scikit-learn: pip install 'teacher-cache[eval]'") from error
     if method == "pca":
         plane: Matrix = PCA(n_components=2, svd_solver="full").fit_transform(points)
         return plane

@@ -30,7 +30,7 @@ from distill.evaluation.retrieval import retrieval_tasks
 from distill.training.arguments import LINEAR_CYCLES
 from distill.training.checkpoints import STATE, step_of
 from distill.training.trainer import Distillation, ProjectedStudent
-from teacher_cache.errors import MissingDependency
+from teacher_cache.errors import optional_import
 
 # A line through fewer checkpoints says nothing.
 FEWEST_POINTS = 3
@@ -157,10 +157,8 @@ def margin_of(points: Sequence[Mapping[str, Any]], teacher_score: float) -> dict
         `points`, `fit` (`slope`, `intercept`, `r2`, None where there is no line), `teacher_score`, `margin`, and with a
         `margin` of None the `reason`.
     """
-    try:
+    with optional_import("fitting the margin"):
         from scipy.stats import linregress
-    except ImportError as error:
-        raise MissingDependency("fitting the margin needs SciPy: pip install 'teacher-cache[eval]'") from error
     found: dict[str, Any] = {"points": list(points), "fit": None, "teacher_score": teacher_score, "margin": None}
     fitted = [(point["error"], point["score"]) for point in points if point["fitted"]]
     if len(fitted) < FEWEST_POINTS:

@@ -7,14 +7,12 @@ from typing import ClassVar
 
 from distill.errors import EvaluationError
 from distill.evaluation.base import Task, Vectors
-from teacher_cache.errors import MissingDependency
+from teacher_cache.errors import optional_import
 
-try:
+with optional_import("a classification task"):
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import accuracy_score, f1_score
-except ImportError as error:
-    raise MissingDependency("classification tasks need scikit-learn: pip install 'teacher-cache[eval]'") from error
 
 MAX_ITER = 200
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from distill.errors import EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, TaskScore
 from distill.evaluation.encoders import DOCUMENT_PROMPTS, ModelEncoder, Room, asked_by_role, encode_all
-from teacher_cache.errors import MissingDependency
+from teacher_cache.errors import optional_import
 from teacher_cache.teachers import TeacherOptions, prompts_of, resolve, resolve_dtype
 
 if TYPE_CHECKING:
@@ -49,12 +49,8 @@ def run_mteb(
         EvaluationError: an unknown task, data that cannot be loaded, or a task that is not of texts.
         MissingDependency: mteb is absent.
     """
-    try:
+    with optional_import("an MTEB task"):
         import mteb
-    except ModuleNotFoundError as error:
-        if error.name != "mteb":
-            raise
-        raise MissingDependency("MTEB's tasks need mteb: pip install 'teacher-cache[mteb]'") from error
 
     tasks = [_task(name) for name in names]
     encoder = MtebEncoder(options, query_prompt, document_prompt, encoder_of)

@@ -5,12 +5,10 @@ from typing import Any, ClassVar
 import numpy.typing as npt
 
 from distill.evaluation.base import PairTask
-from teacher_cache.errors import MissingDependency
+from teacher_cache.errors import optional_import
 
-try:
+with optional_import("a task of labeled pairs"):
     from sklearn.metrics import average_precision_score
-except ImportError as error:
-    raise MissingDependency("pair tasks need scikit-learn: pip install 'teacher-cache[eval]'") from error
 
 
 class PairClassification(PairTask):

@@ -7,12 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.evaluation.base import PairTask
-from teacher_cache.errors import MissingDependency
+from teacher_cache.errors import optional_import
 
-try:
+with optional_import("Spearman's correlation"):
     from scipy.stats import spearmanr
-except ImportError as error:
-    raise MissingDependency("rank correlations need SciPy: pip install 'teacher-cache[eval]'") from error
 
 
 class TextualSimilarity(PairTask):

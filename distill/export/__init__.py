@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from distill.errors import ConfigError
+from teacher_cache.errors import optional_import
 
 # name -> "module:function"; the function takes (student, projection, normalize, folder, texts), writes `folder`
 # and returns the smallest cosine between its vectors and the trainer's on `texts`.
@@ -23,7 +24,8 @@ def load_export(name: str) -> Callable[..., float]:
     if not colon:
         raise ConfigError(f"export.format is {name!r}; known: {', '.join(EXPORTS)}, or package.module:function")
     try:
-        found: Any = getattr(import_module(module), attribute)
+        with optional_import(f"export.format {name!r}"):
+            found: Any = getattr(import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(f"export.format {name!r} cannot be imported: {error}") from error
     return found

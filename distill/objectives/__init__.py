@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from distill.registry import find
-from teacher_cache.errors import MissingDependency
+from teacher_cache.errors import optional_import
 
 if TYPE_CHECKING:
     from distill.objectives.base import Objective
@@ -28,11 +28,7 @@ def load_objective(name: str) -> "type[Objective]":
         ConfigError: an unknown name, a module or class that is not there, or a class that is no `Objective`.
         MissingDependency: torch is not installed.
     """
-    try:
+    with optional_import(f"objective {name!r}"):
         from distill.objectives.base import Objective
 
         return find(name, OBJECTIVES, "objective", Objective)  # type: ignore[type-abstract]
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingDependency(f"objective {name!r} needs torch: pip install 'teacher-cache[train]'") from error

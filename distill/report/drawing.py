@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from teacher_cache.errors import MissingDependency
+from teacher_cache.errors import optional_import
 
 INK, GRID, PAPER = "#1c2127", "#d9dde2", "#ffffff"
 # Okabe and Ito's colours, told apart by the colour-blind too; yellow and black are left out: one does not show on
@@ -195,11 +195,9 @@ def png(plot: Plot, path: Path) -> None:
 @contextmanager
 def _style() -> Iterator[Callable[[float, float], Any]]:
     """Gives figures of a width and a height in points, without pyplot and its windows."""
-    try:
+    with optional_import("a plot"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("plots are drawn with matplotlib: pip install 'teacher-cache[eval]'") from error
     style: Mapping[str, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": "report",

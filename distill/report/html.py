@@ -14,7 +14,7 @@ from distill.report.data import FURTHER, ReportData, RunRecords
 from distill.report.drawing import Key, Plot, png, svg
 from distill.report.plots import plots
 from distill.run_folder import RECORD, SCORES, is_run_folder, read_record
-from teacher_cache.errors import MissingDependency
+from teacher_cache.errors import optional_import
 from teacher_cache.storage.files import replacing
 
 TEMPLATE = "report.html.j2"
@@ -123,11 +123,9 @@ def html(data: ReportData, drawn: Mapping[str, Sequence[Plot]]) -> str:
     Raises:
         MissingDependency: matplotlib or Jinja is absent.
     """
-    try:
+    with optional_import("a report"):
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
-    except ImportError as error:
-        raise MissingDependency("a report is written with Jinja: pip install 'teacher-cache[eval]'") from error
 
     def drawings(name: str) -> list[Drawing]:
         return [

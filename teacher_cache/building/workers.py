@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
-from teacher_cache.errors import MissingDependency, WorkerError
+from teacher_cache.errors import WorkerError, optional_import
 from teacher_cache.teachers import load_teacher
 from teacher_cache.teachers.base import Encoded, Teacher, TeacherSpec
 
@@ -109,12 +109,8 @@ def ray_session() -> Iterator[Any]:
         if "ray" not in sys.modules:  # later it would hold for Ray's servers, and not for this process
             # What Ray does from 2.60 on when nothing is said, but then with a warning on the terminal.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
-    try:
+    with optional_import("a build with Ray", advice=", or leave `workers` out"):
         import ray
-    except ImportError:
-        raise MissingDependency(
-            "ray is not installed; `pip install 'teacher-cache[ray]'`, or use --workers local"
-        ) from None
     started = not ray.is_initialized()
     if started:
         _start_ray(ray)

@@ -183,9 +183,7 @@ class Corpus:
                 check_single_column(source.name, Columns(columns, domain_key))
             library = LIBRARIES.get(source.compression) or LIBRARIES.get(source.format)
             if library and find_spec(library) is None:
-                raise MissingDependency(
-                    f"{source.name}: reading it needs {library}: pip install 'teacher-cache[formats]'"
-                )
+                raise MissingDependency.of(f"reading {source.name}", library)
         return cls(sources, columns, domain_key)
 
     def batches(self, n: int) -> Iterator[list[Record]]:

@@ -5,12 +5,11 @@ costs no model; `load_teacher` loads.
 """
 
 import importlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from teacher_cache.errors import MissingDependency, SpaceMismatch, TeacherError
+from teacher_cache.errors import SpaceMismatch, TeacherError, optional_import
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
 from teacher_cache.teachers.folder import ModelFolder
@@ -110,7 +109,7 @@ def load_teacher(spec: TeacherSpec) -> Teacher:
         )
     if spec.request is not None:
         _require_sayable(spec)
-    with _absent_library_named(spec):
+    with optional_import(f"teacher {spec.space.teacher}"):
         return backend_class(spec.space.backend)(spec)
 
 
@@ -140,7 +139,7 @@ def resolve_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> 
             return spec.with_dtype(space.dtype)
     if spec.folder is None:
         return spec.with_dtype("float32")
-    with _absent_library_named(spec):
+    with optional_import(f"teacher {spec.space.teacher}"):
         # Measured on vectors alone, so that one precision is right with tokens and without.
         return spec.with_dtype(choose_dtype(replace(spec, request=None), load_teacher))
 
@@ -167,18 +166,6 @@ def _folder(options: TeacherOptions) -> ModelFolder:
     return ModelFolder.open(find_folder(options.model, options.revision, trust_remote_code=options.trust_remote_code))
 
 
-@contextmanager
-def _absent_library_named(spec: TeacherSpec) -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in ("torch", "transformers", "sentence_transformers"):
-            raise MissingDependency(
-                f"teacher {spec.space.teacher} needs {error.name}: pip install 'teacher-cache[train]'"
-            ) from error
-        raise
-
-
 def backend_class(name: str) -> type[Teacher]:
     """The class of a back end, by its name in `BACKENDS` or as "package.module:Class".
 
@@ -190,7 +177,8 @@ def backend_class(name: str) -> type[Teacher]:
     if not colon:
         raise TeacherError(f"unknown teacher back end {name!r}: expected {', '.join(BACKENDS)} or package.module:Class")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        with optional_import(f"teacher back end {name!r}"):
+            found = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise TeacherError(f"teacher back end {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Teacher)):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
-from teacher_cache.errors import MissingDependency, TeacherError
+from teacher_cache.errors import TeacherError, optional_import
 from teacher_cache.teachers.families import FAMILIES, nearest_names
 from teacher_cache.teachers.folder import RUN_RECORD, STUDENT, ModelFolder
 
@@ -51,14 +51,9 @@ def student_of(folder: Path) -> Path:
 
 
 def _from_hub(asked: str, hub_id: str, revision: str | None, trust_remote_code: bool) -> Path:
-    try:
+    with optional_import(f"teacher {asked!r} is not a local folder, and downloading it"):
         import huggingface_hub
         from huggingface_hub import constants
-    except ImportError as error:
-        raise MissingDependency(
-            f"teacher {asked!r} is no local folder, and the hub needs huggingface_hub: "
-            "pip install 'teacher-cache[train]'"
-        ) from error
 
     patterns = [*_PATTERNS, "*.py"] if trust_remote_code else _PATTERNS
     try:

@@ -112,7 +112,7 @@ def _format(name: str, output: Path) -> Any:
         raise CacheError(f"unknown export format {name!r}; known: {', '.join(EXPORT_FORMATS)}")
     module = import_module(EXPORT_FORMATS[name])
     if module.LIBRARY and find_spec(module.LIBRARY) is None:
-        raise MissingDependency(f"exporting as {name} needs {module.LIBRARY}: pip install 'teacher-cache[formats]'")
+        raise MissingDependency.of(f"exporting as {name}", module.LIBRARY)
     if output.suffix.lower() != module.SUFFIX and module.SUFFIX:
         raise CacheError(f"{output}: the name of a {name} file has to end with {module.SUFFIX}")
     if os.path.lexists(output):
