@@ -37,10 +37,10 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.resources import Memory
 from distill.evaluation.base import Task
 from distill.evaluation.encoders import encode_all
 from distill.evaluation.evaluator import Evaluator, nine_tasks
+from distill.training.measurement import peak_memory
 
 QUICK_TEXTS = 300
 FEWEST_ROWS = 20
@@ -141,7 +141,7 @@ class Encoding:
         return self.vectors[[self.rows[text] for text in texts]]
 
     def to_json(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "processor": self.processor, "peak": Memory.now().peak}
+        return {"seconds": self.seconds, "processor": self.processor, "peak": peak_memory()}
 
 
 def sentence_transformers(model: Path, data: Path, names: list[str] | None, dtype: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def distill_eval(model: Path, data: Path, names: list[str] | None, dtype: str) -
         output = Path(scratch) / "scores.json"
         arguments = ["eval", str(model), "--data", str(data), "--dtype", dtype, "-o", str(output)]
         distill([*arguments, *(["--tasks", ",".join(names)] if names else [])], standalone_mode=False)
-        return {"peak": Memory.now().peak, "tasks": json.loads(output.read_text())["tasks"]}
+        return {"peak": peak_memory(), "tasks": json.loads(output.read_text())["tasks"]}
 
 
 CONTENDERS: dict[str, Contender] = {

@@ -12,8 +12,9 @@ from typing import Self
 
 import numpy as np
 
+from distill.training.measurement import memory_in_use, peak_memory, process_memory, reset_peak_memory
+
 SAMPLE_SECONDS = 0.05
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Memory:
     """Resident memory of this process in bytes.
 
     Attributes:
-        peak: highest `resident` since `forget_peak`.
+        peak: highest `resident` since `reset_peak_memory`.
         anonymous: heap and private pages.
         file: mapped pages of files, shared memory included.
     """
@@ -33,20 +34,12 @@ class Memory:
 
     @classmethod
     def now(cls) -> Self:
-        fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
-
-        def size(name: str) -> int:
-            return int(fields[name].split()[0]) * 1024
-
-        return cls(size("VmHWM"), size("VmRSS"), size("RssAnon"), size("RssFile") + size("RssShmem"))
+        """What the process uses now."""
+        file = process_memory("RssFile") + process_memory("RssShmem")
+        return cls(peak_memory(), memory_in_use(), process_memory("RssAnon"), file)
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
-
-
-def forget_peak() -> None:
-    """Let the kernel count the process's peak from here on."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 class PeakMemory:
@@ -68,7 +61,7 @@ class PeakMemory:
         self.peak = memory.peak
 
     def __enter__(self) -> Self:
-        forget_peak()
+        reset_peak_memory()
         self._look()
         self._thread.start()
         return self

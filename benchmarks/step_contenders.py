@@ -3,7 +3,6 @@
 import csv
 import gc
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -11,16 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
+from transformers import AutoTokenizer, PrinterCallback, set_seed
 
 from benchmarks.encode import distinct
 from benchmarks.paper_loop import PaperLoop
-from distill.bench.memory import forget_peak, held, peak
 from distill.bench.settings import BenchSettings
-from distill.bench.turn import take_turn
+from distill.bench.turn import TurnClock, take_turn
 from distill.config import RunConfig, SharpnessConfig, StudentConfig
 from distill.student.student import student_shape
-from distill.training.callbacks import cycle_means
+from distill.training.measurement import StepTime, cycle_means, memory_in_use, peak_memory, reset_peak_memory
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.reading.shuffle import WindowedShuffle
 from teacher_cache.teachers.folder import ModelFolder
@@ -94,61 +92,32 @@ class Task:
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of the timed steps, on the clock and of the processor; bytes at the peak beyond what was held before."""
+    """The timed steps, and the peak memory beyond what was in use before, in bytes."""
 
-    steps: tuple[tuple[float, float], ...]
+    steps: tuple[StepTime, ...]
     peak: int
 
     def figures(self) -> dict[str, float]:
-        """Of the middle cycle."""
-        names = ("seconds", "processor")
+        """Median seconds and processor seconds of a step, each the mean over a cycle."""
         return {
-            name: median(cycle_means(values, CYCLE))
-            for name, values in zip(names, zip(*self.steps, strict=True), strict=True)
+            "seconds": median(cycle_means([step.seconds for step in self.steps], CYCLE)),
+            "processor": median(cycle_means([step.processor_seconds for step in self.steps], CYCLE)),
         }
-
-
-class Clock(TrainerCallback):  # type: ignore[misc]
-    """Times steps from the end of the one before."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[float, float]] = []
-        self._at = self._used = 0.0
-
-    def start(self) -> None:
-        forget_peak(PROCESSOR)
-        self._begin()
-
-    def tick(self) -> None:
-        self.steps.append((time.perf_counter() - self._at, time.process_time() - self._used))
-        self._begin()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.start()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.tick()
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin()  # what a log takes is no part of a step
-
-    def _begin(self) -> None:
-        self._at, self._used = time.perf_counter(), time.process_time()
 
 
 def take(task: Task) -> Taken:
     """Train anew, and let go of it."""
     if task.contender.method in OURS:
         turn = take_turn(task.config(), task.warm_up)
-        return Taken(tuple((step.whole, step.processor) for step in turn.steps), turn.peak)
+        return Taken(turn.steps, turn.peak)
     gc.collect()
-    before, clock = held(PROCESSOR), Clock()
+    before, clock = memory_in_use(PROCESSOR), TurnClock(PROCESSOR)
     set_seed(task.seed)
     (by_sentence_transformers if task.contender.method == PEER else by_the_paper)(task, clock)
-    return Taken(tuple(clock.steps[task.warm_up :]), max(0, peak(PROCESSOR) - before))
+    return Taken(tuple(clock.timer.steps[task.warm_up :]), max(0, peak_memory(PROCESSOR) - before))
 
 
-def by_sentence_transformers(task: Task, clock: Clock) -> None:
+def by_sentence_transformers(task: Task, clock: TurnClock) -> None:
     from datasets import Dataset
     from sentence_transformers import (
         SentenceTransformer,
@@ -200,14 +169,15 @@ def by_sentence_transformers(task: Task, clock: Clock) -> None:
         trainer.train()
 
 
-def by_the_paper(task: Task, clock: Clock) -> None:
+def by_the_paper(task: Task, clock: TurnClock) -> None:
     folder = ModelFolder(task.model).encoder
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     loop = PaperLoop(folder, WIDTH, task.warm_up + task.steps, ascends=PAPERS[task.contender.method])
     texts = distinct(task.folder / "texts.csv", "text")
     vectors = torch.from_numpy(np.load(task.folder / "vectors.npy"))
     numbers = task.numbers(len(texts))
-    clock.start()
+    reset_peak_memory(PROCESSOR)
+    clock.timer.start()
     for start in range(0, len(numbers), task.batch):
         batch = numbers[start : start + task.batch]
         tokens = tokenizer(
@@ -218,7 +188,7 @@ def by_the_paper(task: Task, clock: Clock) -> None:
             return_tensors="pt",
         )
         loop.step(tokens["input_ids"], tokens["attention_mask"], vectors[batch])
-        clock.tick()
+        clock.timer.stop()
 
 
 def prepare(corpus: Path, column: str, folder: Path) -> int:

@@ -36,7 +36,7 @@ import torch
 from accelerate.utils import send_to_device
 from transformers.utils import logging
 
-from benchmarks.resources import Memory, bytes_below, forget_peak
+from benchmarks.resources import bytes_below
 from benchmarks.token_models import SEED, checked_size, made_up, parameters_of, write_texts, write_wider
 from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TeacherConfig, TrainingConfig
 from distill.data.dataset import ShuffledDataset
@@ -45,6 +45,7 @@ from distill.objectives import load_objective
 from distill.objectives.base import Objective, StudentShape, TeacherShape
 from distill.student.student import Student
 from distill.training.assembly import Assembly
+from distill.training.measurement import peak_memory, reset_peak_memory
 from distill.training.trainer import Distillation
 from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus.corpus import Corpus
@@ -233,13 +234,13 @@ def largest_difference(mine: list[dict[str, float]], theirs: list[dict[str, floa
 
 def peak_alone(mode: str, method: str, setting: Setting, steps: int) -> int:
     """Highest resident memory of some steps of one side in this process, in bytes."""
-    forget_peak()
+    reset_peak_memory()
     with TeacherCache.open(setting.cache) as cache:
         side = Side(mode, method, setting, cache)
         for number in range(steps):
             side.learn(side.fetch(), number)
         side.close()
-    return Memory.now().peak
+    return peak_memory()
 
 
 def peaks(method: str, setting: Setting, steps: int) -> dict[str, int]:

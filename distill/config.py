@@ -180,6 +180,11 @@ class TrainingConfig:
     dataloader_num_workers: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_8bit(self) -> bool:
+        """Whether the optimizer keeps its states in 8 bits."""
+        return "8bit" in self.optim
+
 
 @dataclass(frozen=True)
 class EvaluationConfig:
@@ -311,7 +316,7 @@ class RunConfig:
             raise ConfigError(f"training.precision is {training.precision!r}; expected auto, bf16, fp16 or fp32")
         if training.memory not in ("default", "low"):
             raise ConfigError(f"training.memory is {training.memory!r}; expected default or low")
-        if self.sharpness.name == "msam" and training.optim.endswith("8bit"):
+        if self.sharpness.name == "msam" and training.is_8bit:
             raise ConfigError(
                 f"sharpness.name=msam reads the optimiser's momentum, which training.optim={training.optim} keeps in 8 "
                 "bits; use training.optim=adamw_torch_fused"

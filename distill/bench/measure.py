@@ -18,10 +18,10 @@ import torch
 
 from distill.bench.beds import Bed, beds
 from distill.bench.settings import BASELINE, ONLINE, BenchSettings, Method
-from distill.bench.turn import DATA, PARTS, Step, Turn, take_turn
+from distill.bench.turn import PARTS, Turn, take_turn
 from distill.config import RunConfig, resolve_precision
 from distill.errors import ConfigError
-from distill.training.callbacks import cycle_means
+from distill.training.measurement import DATA, StepTime, cycle_means
 from teacher_cache.errors import KnownError
 
 LIBRARIES = ("teacher-cache", "torch", "transformers")
@@ -229,7 +229,7 @@ def _summary(row: Row, baseline: Row) -> dict[str, Any]:
         return told
     steps = [step for turn in row.turns for step in turn.steps]
 
-    def figures(seconds: Callable[[Step], float]) -> list[float]:
+    def figures(seconds: Callable[[StepTime], float]) -> list[float]:
         return cycle_means(map(seconds, steps), row.cycle)
 
     own, whole = figures(_own), figures(FIGURES["with_data"])
@@ -243,7 +243,7 @@ def _summary(row: Row, baseline: Row) -> dict[str, Any]:
         "parts_ms": {part: 1e3 * median(figures(_part(part))) for part in PARTS},
         "steps": len(steps),
         "rounds": len(row.turns),
-        "tokens_per_second": sum(step.tokens for step in steps) / sum(step.whole for step in steps),
+        "tokens_per_second": sum(step.tokens for step in steps) / sum(step.seconds for step in steps),
         "peak_bytes": None if memory is None else memory.peak,
         "loaded_bytes": None if memory is None else memory.loaded,
         "weights_bytes": row.turns[0].weights,
@@ -253,20 +253,20 @@ def _summary(row: Row, baseline: Row) -> dict[str, Any]:
     }
 
 
-def _own(step: Step) -> float:
+def _own(step: StepTime) -> float:
     """A step without the wait for its batch, with what an online teacher takes."""
-    return step.whole - step.parts[DATA]
+    return step.seconds - step.parts[DATA]
 
 
-def _part(name: str) -> Callable[[Step], float]:
+def _part(name: str) -> Callable[[StepTime], float]:
     return lambda step: step.parts[name]
 
 
 # What has a ratio to the baseline, in seconds of a step.
-FIGURES: dict[str, Callable[[Step], float]] = {
+FIGURES: dict[str, Callable[[StepTime], float]] = {
     "step": _own,
-    "with_data": lambda step: step.whole,
-    "processor": lambda step: step.processor,
+    "with_data": lambda step: step.seconds,
+    "processor": lambda step: step.processor_seconds,
 }
 
 

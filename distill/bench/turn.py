@@ -6,21 +6,20 @@ dear and cheap steps in turns, whose median is the price of neither: what is tol
 """
 
 import gc
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
-from distill.bench.memory import forget_peak, held, peak
 from distill.config import RunConfig
 from distill.data.dataset import CachedDataset
 from distill.data.online import OnlineTeacher
 from distill.training.assembly import Assembly
+from distill.training.callbacks import OPTIMIZER, StepClock
+from distill.training.measurement import DATA, StepTime, StepTimer, memory_in_use, peak_memory, reset_peak_memory
 from distill.training.trainer import DistillTrainer
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
@@ -28,28 +27,8 @@ from teacher_cache.tokens.token_columns import ATTENTION
 
 # A step's parts: the wait for its batch; what an online teacher takes of it; what sharpness does before the pass that
 # gives the gradient, and that pass; clipping, the optimiser and the schedule.
-DATA, TEACHER, FIRST_PASS = "data", "teacher", "first_pass"
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+TEACHER, FIRST_PASS, FORWARD, BACKWARD = "teacher", "first_pass", "forward", "backward"
 PARTS = (DATA, TEACHER, FIRST_PASS, FORWARD, BACKWARD, OPTIMIZER)
-
-
-@dataclass(frozen=True)
-class Step:
-    """Seconds of one optimiser step.
-
-    Attributes:
-        whole: from the end of the step before to its own, the wait for its batch included.
-        processor: of this process's processor time over all threads in the whole; it is the same on a busy machine.
-        parts: by name, see `PARTS`; they sum to about the whole.
-        tokens: of the batch's texts, each text once, however many views are encoded; no padding.
-        positions: the same with padding.
-    """
-
-    whole: float
-    processor: float
-    parts: Mapping[str, float]
-    tokens: int
-    positions: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +47,7 @@ class Turn:
             teacher is asked for them.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[StepTime, ...]
     peak: int
     loaded: int
     weights: int = 0
@@ -76,67 +55,25 @@ class Turn:
     stored: float | None = None
 
 
-@dataclass
-class Timeline:
-    """Marks along a step. On a GPU they are events on its stream, so that marking waits for nothing."""
-
-    device: torch.device
-    begun: float = 0.0
-    used: float = 0.0
-    tokens: int = 0
-    positions: int = 0
-    marks: list[tuple[str, Any]] = field(default_factory=list)
-
-    def begin(self) -> None:
-        """A step begins where the one before it has ended, on the device too."""
-        self._wait()
-        self.begun, self.used, self.marks = time.perf_counter(), time.process_time(), []
-        self.tokens = self.positions = 0
-        self.mark("")
-
-    def mark(self, part: str) -> None:
-        """What was done since the last mark is this part of the step."""
-        if self.device.type == "cuda":
-            at: Any = torch.cuda.Event(enable_timing=True)
-            at.record()
-        else:
-            at = time.perf_counter()
-        self.marks.append((part, at))
-
-    def end(self) -> Step:
-        self._wait()
-        whole, processor = time.perf_counter() - self.begun, time.process_time() - self.used
-        parts = dict.fromkeys(PARTS, 0.0)
-        for (_, before), (part, at) in zip(self.marks, self.marks[1:], strict=False):
-            parts[part] += before.elapsed_time(at) / 1e3 if self.device.type == "cuda" else at - before
-        return Step(whole, processor, parts, self.tokens, self.positions)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
-
-
 class TimedTrainer(DistillTrainer):
     """The trainer of a run, with marks along its steps."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.timeline = Timeline(self.args.device)
+        self.remove_callback(self.clock)
+        self.clock = TurnClock(self.args.device)
+        self.add_callback(self.clock)
+        self.timer = self.clock.timer
         collator: Any = self.data_collator
         if collator.online is not None:
-            collator.online = _Asked(collator.online, self.timeline)
-        self.meter = _Meter(self.timeline)
+            collator.online = _Asked(collator.online, self.timer)
         self._before_second_pass = False
-        self.add_callback(self.meter)
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         mask = inputs["attention_mask"][: len(inputs["vectors"])]
-        self.timeline.tokens += int(mask.sum())
-        self.timeline.positions += mask.numel()
+        self.timer.count(int(mask.sum()), mask.numel())
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        self.timeline.mark(BACKWARD)
+        self.timer.mark(BACKWARD)
         return loss
 
     def ascent_loss(
@@ -152,18 +89,18 @@ class TimedTrainer(DistillTrainer):
         if self._before_second_pass and not self.ascending:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._before_second_pass:
-            self.timeline.mark(FIRST_PASS)
+            self.timer.mark(FIRST_PASS)
             self._before_second_pass = False
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        self.timeline.mark(FORWARD)
+        self.timer.mark(FORWARD)
         return found
 
 
 class _Asked:
     """An online teacher whose answers are a part of the step."""
 
-    def __init__(self, teacher: OnlineTeacher, timeline: Timeline) -> None:
-        self.teacher, self.timeline = teacher, timeline
+    def __init__(self, teacher: OnlineTeacher, timer: StepTimer) -> None:
+        self.teacher, self.timer = teacher, timer
 
     def said(self, *arguments: Any, **options: Any) -> Any:
         return self._timed(self.teacher.said, *arguments, **options)
@@ -172,37 +109,28 @@ class _Asked:
         return self._timed(self.teacher.said_with_internals, *arguments, **options)
 
     def _timed(self, ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        self.timeline.mark(DATA)
+        self.timer.mark(DATA)
         answer = ask(*arguments, **options)
-        self.timeline.mark(TEACHER)
+        self.timer.mark(TEACHER)
         return answer
 
 
-class _Meter(TrainerCallback):
-    """Ends and begins steps, and looks at memory."""
+class TurnClock(StepClock):
+    """Times steps, and measures memory from the beginning of training on.
 
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
-        self.steps: list[Step] = []
+    Attributes:
+        loaded: bytes in use before the first step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(StepTimer(device))
+        self.device = device
         self.loaded = 0
-        self.weights = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.weights = _bytes(kwargs["model"])
-        forget_peak(self.timeline.device)
-        self.loaded = held(self.timeline.device)
-        self.timeline.begin()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.timeline.mark(DATA)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.timeline.mark(OPTIMIZER)
-        self.steps.append(self.timeline.end())
-        self.timeline.begin()
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.timeline.begin()  # the next step's data did not wait for it
+        reset_peak_memory(self.device)
+        self.loaded = memory_in_use(self.device)
+        super().on_train_begin(args, state, control, **kwargs)
 
 
 def take_turn(config: RunConfig, warm_up: int) -> Turn:
@@ -217,7 +145,7 @@ def take_turn(config: RunConfig, warm_up: int) -> Turn:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _let_go(device)
-    before = held(device)
+    before = memory_in_use(device)
     with TemporaryDirectory() as scratch, TeacherCache.open(config.cache) as cache:
         made = Assembly.load(replace(config, output_dir=scratch), cache)
         dataset, collator = made.dataset(), made.collator()
@@ -225,13 +153,12 @@ def take_turn(config: RunConfig, warm_up: int) -> Turn:
         network, stored = (None, _stored(dataset)) if asked is None else (asked.network, None)
         trainer = made.trainer(TimedTrainer, dataset, collator)
         trainer.train()
-        top = peak(device)
-    meter = trainer.meter
+        highest = peak_memory(device)
     return Turn(
-        steps=tuple(meter.steps[warm_up:]),
-        peak=max(0, top - before),
-        loaded=max(0, meter.loaded - before),
-        weights=meter.weights,
+        steps=tuple(trainer.timer.steps[warm_up:]),
+        peak=max(0, highest - before),
+        loaded=max(0, trainer.clock.loaded - before),
+        weights=_bytes(trainer.model),
         teacher=None if network is None else _bytes(network),
         stored=stored,
     )

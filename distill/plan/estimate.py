@@ -325,7 +325,7 @@ def _changes(question: _Question) -> Iterator[tuple[str, _Question, tuple[str, .
             ("training.memory=low",),
         )
     eight = {"optim": "adamw_bnb_8bit"}
-    if "8bit" not in training.optim:
+    if not training.is_8bit:
         text = "optimiser states in 8 bits: another rounding of the updates"
         yield text, changed(**eight), ("training.optim=adamw_bnb_8bit",)
     if not training.freeze_embeddings:
@@ -354,7 +354,7 @@ def _changes(question: _Question) -> Iterator[tuple[str, _Question, tuple[str, .
             largest=tuple(min(length, cut) for length in lengths.largest),
         )
         yield f"texts cut to {cut} tokens", replace(question, lengths=shorter), (f"student.max_length={cut}",)
-    if training.memory != "low" and "8bit" not in training.optim:
+    if training.memory != "low" and not training.is_8bit:
         text = "both: blocks computed again, and optimiser states in 8 bits"
         yield text, changed(memory="low", **eight), ("training.memory=low", "training.optim=adamw_bnb_8bit")
 

@@ -2,9 +2,7 @@
 
 import json
 import math
-import resource
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,14 @@ import torch
 from transformers import TrainerCallback
 
 from distill.objectives.base import Objective
+from distill.training.measurement import DATA, StepTimer, cycle_means, peak_memory
 from distill.training.validation import point, told
 from teacher_cache.storage.files import replacing
 
-# Steps that `StepClock` does not count.
+# Steps at the start that `StepClock.cost` excludes.
 WARM_UP_STEPS = 10
+# The last part of a step: clipping, optimizer, schedule.
+OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True)
@@ -51,71 +52,56 @@ class Stages(TrainerCallback):
         self.objective.advance(state.global_step / steps_an_epoch)
 
 
-def cycle_means(values: Iterable[float], cycle: int) -> list[float]:
-    """Of each `cycle` successive steps; any such stretch holds one of every kind, wherever it begins.
-
-    Raises:
-        ValueError: the values are no whole number of cycles.
-    """
-    means: list[float] = np.array(list(values), dtype=np.float64).reshape(-1, cycle).mean(axis=1).tolist()
-    return means
-
-
 class StepClock(TrainerCallback):
-    """Seconds of every optimiser step, and of the wait for its data before it.
+    """Step times and peak memory of a training run.
 
-    The first steps are left out: they allocate, compile and fill caches. Nothing waits for a GPU on the clock's
-    account: what is still in flight at the end of a step is waited for by the check of the next step's loss.
+    Logs, evaluations and checkpoints are not timed. With a timer that does not synchronize, GPU work still running at
+    the end of a step is counted in the next one, whose loss is checked for NaN.
     """
 
-    def __init__(self, cycle: int = 1) -> None:
-        """Nothing seen yet.
+    def __init__(self, timer: StepTimer | None = None, *, cycle: int = 1) -> None:
+        """Create a clock without steps.
 
         Args:
-            cycle: after so many steps, dear and cheap ones come again.
+            timer: None creates one that does not synchronize.
+            cycle: the number of steps after which expensive and cheap steps repeat.
         """
+        self.timer = timer or StepTimer()
         self.cycle = cycle
-        self.steps: list[float] = []
-        self.waits: list[float] = []
-        self._begun = self._ended = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._ended = time.perf_counter()
+        self.timer.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begun = time.perf_counter()
-        self.waits.append(self._begun - self._ended)
+        self.timer.mark(DATA)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._ended = time.perf_counter()
-        self.steps.append(self._ended - self._begun)
+        self.timer.mark(OPTIMIZER)
+        self.timer.stop()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._ended = time.perf_counter()  # the next step's data did not wait for it
-
-    on_save = on_log = on_evaluate
+    on_evaluate = on_save = on_log = on_train_begin
 
     def cost(self) -> dict[str, Any] | None:
-        """Medians and ninth deciles in seconds, the share of all time that was waited for data, and the peak of memory.
+        """Medians and 90th percentiles in seconds, the share of time spent waiting for data, and peak memory.
 
-        A step's time is the mean over a cycle of steps. None before a step was done.
-
-        On a GPU the peak is that of torch's allocations, on a processor that of the whole process's resident memory.
+        The first steps, which allocate, compile and fill caches, are excluded. A step's time is the mean over a cycle.
+        None before the first step. On a GPU the peak is that of torch's allocations, otherwise the resident memory of
+        the process.
         """
-        if not self.steps:
+        if not self.timer.steps:
             return None
-        first = min(WARM_UP_STEPS, len(self.steps) // 2)
-        steps, waits = np.array(self.steps[first:]), np.array(self.waits[first:])
+        timed = self.timer.steps[min(WARM_UP_STEPS, len(self.timer.steps) // 2) :]
+        waits = np.array([step.parts[DATA] for step in timed])
+        steps = np.array([step.seconds for step in timed]) - waits
         cycle = min(self.cycle, len(steps))
-        whole = cycle_means(steps[len(steps) % cycle :], cycle)
+        means = cycle_means(steps[len(steps) % cycle :], cycle)
         cuda = torch.cuda.is_available()
-        peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
-            "step_seconds_p50": float(np.median(whole)),
-            "step_seconds_p90": float(np.quantile(whole, 0.9)),
+            "step_seconds_p50": float(np.median(means)),
+            "step_seconds_p90": float(np.quantile(means, 0.9)),
             "data_seconds_p50": float(np.median(waits)),
             "data_wait_share": float(waits.sum() / (waits.sum() + steps.sum())),
-            "peak_memory_bytes": int(peak),
+            "peak_memory_bytes": peak_memory(torch.device("cuda" if cuda else "cpu")),
             "steps": len(steps),
             "device": torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads",
         }

@@ -173,7 +173,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         self._refuse_unsupported()
         self.remove_callback(PrinterCallback)
         self.add_callback(EpochOrder())
-        self.clock = StepClock(1 if sharpness is None else sharpness.every)
+        self.clock = StepClock(cycle=1 if sharpness is None else sharpness.every)
         self.add_callback(self.clock)
         self.add_callback(Stages(model.objective))
         self.add_callback(MetricsFile(Path(config.output_dir) / "metrics.jsonl"))

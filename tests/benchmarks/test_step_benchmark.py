@@ -19,6 +19,7 @@ from distill.objectives.base import StudentOutput, TeacherShape, TeacherTargets
 from distill.objectives.talas import Talas
 from distill.sharpness import build_sharpness
 from distill.student.student import Student
+from distill.training.measurement import StepTime
 from distill.training.trainer import Distillation
 from tests.conftest import varied_texts
 from tests.distill.tiny_runs import parts
@@ -127,7 +128,7 @@ def test_the_papers_loop_ends_where_a_run_ends(
 
 def test_a_figure_is_the_middle_of_the_means_of_cycles() -> None:
     walls = (1.0, 3.0, 20.0, 40.0, 3.0, 5.0)
-    found = Taken(tuple((wall, 2 * wall) for wall in walls), peak=0).figures()
+    found = Taken(tuple(StepTime(wall, 2 * wall, {}) for wall in walls), peak=0).figures()
     assert found == {"seconds": 4.0, "processor": 8.0}
 
 

@@ -16,23 +16,28 @@ from transformers import AutoModel, AutoTokenizer
 from distill.bench import measure
 from distill.bench.beds import beds, texts_of
 from distill.bench.measure import Progress, Row, bench
-from distill.bench.memory import CLEAR, forget_peak, held, peak
 from distill.bench.settings import DEFAULT_METHODS, BenchSettings, Method
 from distill.bench.synthetic import BACKEND, SyntheticTeacher, model_config, write_student, write_teacher
 from distill.bench.turn import (
-    DATA,
     FIRST_PASS,
     FORWARD,
     PARTS,
     TEACHER,
-    Step,
     TimedTrainer,
     Turn,
     take_turn,
 )
 from distill.config import ObjectiveConfig, RunConfig, SharpnessConfig, StudentConfig
 from distill.errors import ConfigError
-from distill.training.callbacks import cycle_means
+from distill.training.measurement import (
+    CLEAR_PEAK,
+    DATA,
+    StepTime,
+    cycle_means,
+    memory_in_use,
+    peak_memory,
+    reset_peak_memory,
+)
 from distill.training.trainer import DistillTrainer
 from teacher_cache.errors import TeacherError
 from teacher_cache.table.cache import TeacherCache
@@ -230,7 +235,7 @@ def test_a_step_has_the_parts_that_its_method_has(
     for step in turn.steps:
         assert (step.parts[FIRST_PASS] > 0, step.parts[TEACHER] > 0) == (first_pass, teacher)
         assert step.parts[FORWARD] > 0
-        assert 0 < sum(step.parts.values()) <= step.whole
+        assert 0 < sum(step.parts.values()) <= step.seconds
         assert 0 < step.tokens < step.positions
 
 
@@ -246,14 +251,14 @@ def test_all_methods_take_their_steps_on_the_same_batches(toy_cache: Path, tiny_
     assert len(set(counted[0])) > 1
 
 
-@pytest.mark.skipif(not CLEAR.exists(), reason="the peak can be forgotten on Linux alone")
+@pytest.mark.skipif(not CLEAR_PEAK.exists(), reason="the peak can be forgotten on Linux alone")
 def test_the_peak_counts_what_was_let_go_of_and_can_be_forgotten() -> None:
-    before = held(CPU)
-    forget_peak(CPU)
+    before = memory_in_use(CPU)
+    reset_peak_memory(CPU)
     torch.ones(20_000_000).sum()
-    assert peak(CPU) - before > 60_000_000
-    forget_peak(CPU)
-    assert peak(CPU) - before < 60_000_000
+    assert peak_memory(CPU) - before > 60_000_000
+    reset_peak_memory(CPU)
+    assert peak_memory(CPU) - before < 60_000_000
 
 
 # -- figures ---------------------------------------------------------------------------------------------
@@ -368,8 +373,8 @@ def test_a_cap_of_a_gpu_that_is_not_there_is_refused(
         bench(settings(tiny_student, cache=str(toy_cache), corpus="few", memory_cap=10**9))
 
 
-def step(seconds: float, wait: float = 0.0) -> Step:
-    return Step(seconds + wait, 2 * seconds, {**dict.fromkeys(PARTS, 0.0), DATA: wait}, 10, 20)
+def step(seconds: float, wait: float = 0.0) -> StepTime:
+    return StepTime(seconds + wait, 2 * seconds, {**dict.fromkeys(PARTS, 0.0), DATA: wait}, 10, 20)
 
 
 def test_ratios_are_of_the_same_round_so_that_a_slow_round_changes_none() -> None:

@@ -15,6 +15,7 @@ from distill.objectives.base import Objective, StudentOutput, TeacherTargets
 from distill.sharpness import SharpnessAware
 from distill.training.arguments import linear_cycles, training_arguments
 from distill.training.callbacks import StepClock
+from distill.training.measurement import DATA, StepTime
 from distill.training.trainer import DistillTrainer
 from teacher_cache.reading.shuffle import WindowedShuffle
 from tests.distill.tiny_runs import Parts, Stopped, metrics, parts, stop_at, tiny_config
@@ -452,10 +453,10 @@ def test_the_student_stands_still_until_its_stage_begins(toy_cache: Path, tiny_s
 
 def test_a_step_that_ascends_every_other_time_costs_the_mean_of_two() -> None:
     clock = StepClock(cycle=2)
-    clock.steps, clock.waits = [9.0] * 10 + [1.0, 3.0] * 5 + [1.0], [0.0] * 21
+    clock.timer.steps = [StepTime(seconds, 0.0, {DATA: 0.0}) for seconds in [9.0] * 10 + [1.0, 3.0] * 5 + [1.0]]
     cost = clock.cost()
     assert cost is not None
     assert (cost["step_seconds_p50"], cost["step_seconds_p90"]) == (2.0, 2.0)
     alone = StepClock(cycle=2)
-    alone.steps, alone.waits = [5.0], [0.0]
+    alone.timer.steps = [StepTime(5.0, 0.0, {DATA: 0.0})]
     assert (alone.cost() or {})["step_seconds_p50"] == 5.0
