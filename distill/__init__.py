@@ -1,1 +1,45 @@
-"""Train, measure and export small embedding models from a teacher cache."""
+"""Train, evaluate and export small embedding models from a teacher cache.
+
+Names are imported on first use: `import distill` loads no heavy library.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distill.config import RunConfig as RunConfig
+    from distill.config import build_config as build_config
+    from distill.evaluation.base import Report as Report
+    from distill.evaluation.base import Task as Task
+    from distill.objectives.base import Needs as Needs
+    from distill.objectives.base import Objective as Objective
+    from distill.runs.run import RunResult as RunResult
+    from distill.runs.run import run as run
+    from distill.student.student import Student as Student
+    from distill.training.loss import CachedLoss as CachedLoss
+
+# Public name -> module that defines it.
+_PUBLIC = {
+    "CachedLoss": "distill.training.loss",
+    "Needs": "distill.objectives.base",
+    "Objective": "distill.objectives.base",
+    "Report": "distill.evaluation.base",
+    "RunConfig": "distill.config",
+    "RunResult": "distill.runs.run",
+    "Student": "distill.student.student",
+    "Task": "distill.evaluation.base",
+    "build_config": "distill.config",
+    "run": "distill.runs.run",
+}
+__all__ = [*_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(_PUBLIC[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

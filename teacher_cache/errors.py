@@ -101,8 +101,10 @@ class SpaceMismatch(CacheError, ValueError):
     """Two embedding spaces differ where they must agree; the message names the field and both values."""
 
 
-class MissingRows(CacheError, LookupError):
-    """Rows that a space does not hold were asked for."""
+class MissingRows(CacheError, KeyError):
+    """Requested rows or texts have no vector in a space."""
+
+    __str__ = Exception.__str__  # KeyError would quote the message
 
 
 class DamagedCache(CacheError, OSError):

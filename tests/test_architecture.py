@@ -18,7 +18,8 @@ LAYERS = (
     "teacher_cache.errors teacher_cache.space teacher_cache.text_key",
     "teacher_cache.corpus teacher_cache.storage",
     "teacher_cache.tokens",
-    "teacher_cache.table teacher_cache.teachers",
+    "teacher_cache.teachers",
+    "teacher_cache.table",
     "teacher_cache.building teacher_cache.reading",
     "teacher_cache.transfer",
     "teacher_cache.maintenance",
@@ -42,6 +43,7 @@ MOST_ENTRIES = {"teacher_cache": 12, "distill": 16}
 HEAVY = {
     "ray": (),
     "torch": (
+        "teacher_cache.reading.dataset",
         "teacher_cache.teachers.attention",
         "teacher_cache.teachers.batching",
         "teacher_cache.teachers.bfloat16",

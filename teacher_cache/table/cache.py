@@ -1,6 +1,6 @@
 """The table: rows are distinct texts, columns are embedding spaces.
 
-One process may write, any number may read while it does. Readers see what the index says and nothing else.
+One process may write while any number of processes read. Readers see committed data only.
 """
 
 import json
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,12 @@ from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
 from teacher_cache.storage.texts import TEXT_ARRAY, TextAppender, TextTable
-from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView, create_vectors
+from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView, as_rows, as_texts, create_vectors
 from teacher_cache.text_key import KEY_RULE, text_keys
 from teacher_cache.tokens.token_columns import TokenRecord, create_array
+
+if TYPE_CHECKING:
+    from teacher_cache.teachers import Teacher, TeacherOptions
 
 FORMAT_VERSION = 2
 SHARD_ROWS = 8192
@@ -51,23 +54,28 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def checked_name(name: str) -> str:
-    """`name`, if it can be a corpus's folder inside the cache and nowhere else.
+    """`name`, if it is a valid corpus name: a folder name that cannot leave the cache.
 
     Raises:
-        CacheError: it could leave the folder, or is empty.
+        CacheError: it is not.
     """
     if not _NAME.fullmatch(name):
         raise CacheError(
-            f"{name!r} cannot name a corpus: give --name up to 100 letters, digits, '.', '_' and '-', starting "
+            f"{name!r} is not a corpus name: `name` takes up to 100 letters, digits, '.', '_' and '-', starting "
             "with a letter or digit"
         )
     return name
 
 
 class TeacherCache:
-    """A cache folder. Use `TeacherCache.open`; it is a context manager.
+    """A cache folder: distinct texts, and their vectors in one or more embedding spaces.
 
-    Pickles as its path: a copy in another process opens its own index, for reading.
+    Open it with `TeacherCache.open`; it is a context manager. A pickled copy opens the cache for reading.
+
+    Example:
+        >>> with TeacherCache.open("cache") as cache:
+        ...     print(len(cache), "a text" in cache, cache.space()["a text"].shape)
+        360 True (384,)
     """
 
     def __init__(self, path: Path, lock: WriterLock | None, *, sealed: bool = False) -> None:
@@ -86,19 +94,20 @@ class TeacherCache:
         shard_rows: int = SHARD_ROWS,
         sealed: bool = False,
     ) -> Self:
-        """Open a cache to read ("r"), to write one that is there ("r+"), or to write ("a") and make it if need be.
+        """Open a cache.
 
         Args:
-            shard_rows: rows of a shard in a new cache; an existing one keeps its own.
-            sealed: read the copy of the index that `tcache seal` made, as on a network file system one must.
-                It is read without a word where the index itself cannot be: on a read-only file system, or by
-                somebody who may not write to its lock file.
+            mode: "r" to read, "r+" to read and write, "a" to read and write and create the cache if it is missing.
+            shard_rows: rows per shard of a new cache; an existing cache keeps its own.
+            sealed: read the sealed copy of the index (`tcache seal`), as on a network file system. Without it the
+                copy is read where the index itself cannot be locked: a read-only file system, or a lock file without
+                write permission.
 
         Raises:
-            CacheNotFound: no cache there (modes "r" and "r+").
-            FormatVersionError: written by another version of the format.
-            DamagedCache: it does not say its format, or its index is gone.
-            CacheLocked: someone else is writing (modes "r+" and "a").
+            CacheNotFound: there is no cache (modes "r" and "r+").
+            FormatVersionError: it has another format version.
+            DamagedCache: its `cache.json` is invalid or its index is missing.
+            CacheLocked: another process is writing (modes "r+" and "a").
         """
         path = Path(path)
         if mode == "r":
@@ -107,12 +116,12 @@ class TeacherCache:
                 _check_index(path)
             return cls(path, None, sealed=sealed)
         if sealed:
-            raise CacheError(f"a sealed index is for readers: open {path} for writing without it")
+            raise CacheError(f"a sealed index is read-only: open {path} without `sealed` to write")
         if mode == "r+" or (path / CACHE_JSON).exists() or _has_shards(path):
             check_format(path)
             _check_index(path)
         elif path.exists() and (not path.is_dir() or not _is_half_made(path)):
-            raise CacheError(f"{path} is not a teacher cache and not empty; choose another folder for --cache")
+            raise CacheError(f"{path} is not a teacher cache and not empty; choose another folder for `cache`")
         make_folder(path)
         lock = WriterLock(path / LOCK)
         try:
@@ -149,14 +158,27 @@ class TeacherCache:
     ) -> None:
         self.close()
 
+    def __len__(self) -> int:
+        return self.rows
+
+    def __bool__(self) -> bool:  # an empty cache is still a cache
+        return True
+
+    def __contains__(self, text: object) -> bool:
+        return isinstance(text, str) and bool(self.lookup([text])[0] >= 0)
+
+    def __repr__(self) -> str:
+        spaces, corpora = (", ".join(found) or "none" for found in (self.space_records(), self.corpora()))
+        return f"<TeacherCache {str(self.path)!r}: {self.rows:,} texts; spaces: {spaces}; corpora: {corpora}>"
+
     @property
     def id(self) -> str:
-        """Tells this cache from others, wherever it is copied to; "" of one that was made without."""
+        """Random id of the cache, kept in copies; "" for a cache created without one."""
         return str(_described(self.path).get("id", ""))
 
     @property
     def rows(self) -> int:
-        """How many distinct texts the table has."""
+        """Number of distinct texts."""
         return self.index.rows()
 
     @property
@@ -164,33 +186,88 @@ class TeacherCache:
         return self.texts_table.shard_rows
 
     def lookup(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Row of each text, -1 where the table does not have it."""
-        return self.index.find(text_keys(texts))
+        """`(n,)` int64 row of each of n texts; -1 for a text that is not in the cache.
 
-    def texts(self, rows: npt.NDArray[np.int64]) -> list[str]:
-        """The exact texts of rows, in the order asked for.
+        Raises:
+            TypeError: one string instead of a sequence, or an item that is not a string.
+        """
+        return self.index.find(text_keys(as_texts(texts)))
+
+    def texts(self, rows: npt.ArrayLike) -> list[str]:
+        """The exact texts of rows, in the order given.
 
         Raises:
             MissingRows: a row is not in the table.
+            TypeError, ValueError: `rows` is not a 1-D array of integers.
         """
-        rows = np.asarray(rows, dtype=np.int64)
+        rows = as_rows(rows)
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self.rows):
             raise MissingRows(
-                f"{self.path} has {self.rows} rows, counted from 0; asked for {rows.min()} to {rows.max()}"
+                f"{self.path} has {self.rows} rows, counted from 0; requested {rows.min()} to {rows.max()}"
                 f"{self.index.as_of}"
             )
         return self.texts_table.read(rows)
 
+    def get_or_encode(self, texts: Sequence[str], teacher: "str | TeacherOptions | Teacher") -> npt.NDArray[np.float32]:
+        """`(n, dims)` float32 vectors of n texts; the teacher encodes those that the cache lacks, and they are stored.
+
+        For interactive work: texts are added to the table but to no corpus, and all of them are in memory. Use
+        `build` for corpora.
+
+        Args:
+            teacher: a name or `TeacherOptions`, loaded only if a vector is missing; or a loaded `Teacher`, which
+                saves loading the model in every call.
+
+        Raises:
+            CacheError: a vector is missing and the cache is open for reading only.
+            MissingRows: the teacher output of a text was quarantined; the message has the reason.
+            TeacherError: the teacher is not found, or cannot be loaded.
+        """
+        from teacher_cache.teachers import TeacherOptions, TeacherSpec, load_teacher, resolve, resolve_dtype
+
+        options = TeacherOptions(model=teacher) if isinstance(teacher, str) else teacher
+        if isinstance(options, TeacherOptions):
+            spec = resolve(options)
+        else:
+            spec = TeacherSpec(options=TeacherOptions(model=options.space.teacher), space=options.space, folder=None)
+        view, rows = self.find_space(spec.space), self.lookup(texts)
+        if view is not None and view.present(rows).all():
+            return np.asarray(view.gather(rows))
+        if self._lock is None:
+            raise CacheError(
+                f"{self.path} lacks vectors of {spec.space.teacher} and is open for reading: open it with mode='a'"
+            )
+        spec = resolve_dtype(spec, (record.space for record in self.space_records().values()))
+        view = self.ensure_space(spec.space, view.record.storage if view is not None else "float16")
+        with self.appending() as appender:
+            rows = appender.add(list(texts))
+        missing = view.missing_rows(np.unique(rows))
+        if len(missing):
+            loaded = load_teacher(spec) if isinstance(options, TeacherOptions) else options
+            for number in np.unique(missing // self.shard_rows).tolist():
+                part = missing[missing // self.shard_rows == number]
+                encoded = loaded.encode_counted(self.texts(part))
+                view.write(number, part, encoded.vectors, tokens=int(encoded.tokens.sum()))
+        absent = np.flatnonzero(~view.present(rows))
+        if len(absent):
+            reason = view.quarantined()[int(rows[absent[0]])]
+            raise MissingRows(f"the vector of {texts[absent[0]]!r} in space {view.slug} is quarantined: {reason}")
+        return np.asarray(view.gather(rows))
+
     # Corpora
 
     def corpora(self) -> dict[str, CorpusRecord]:
+        """Corpus name -> its record."""
         return {name: CorpusRecord.from_json(data) for name, data in self.index.records("corpora").items()}
 
     def corpus(self, name: str | None = None) -> Manifest:
-        """The row list of a corpus; without a name, of the only one.
+        """The manifest of a corpus: the row numbers of its records, in corpus order.
+
+        Args:
+            name: None for the only corpus of the cache.
 
         Raises:
-            CorpusNotFound: no such corpus, or several and no name.
+            CorpusNotFound: no such corpus, or several and no `name`.
         """
         known = self.corpora()
         if name is None and len(known) == 1:
@@ -198,11 +275,11 @@ class TeacherCache:
         if name not in known:
             if name is None and known:
                 raise CorpusNotFound(
-                    f"{self.path} has several corpora, say with --corpus which: {', '.join(sorted(known))}"
+                    f"{self.path} has several corpora, name one with `corpus`: {', '.join(sorted(known))}"
                 )
-            asked = f"no corpus {name!r} in {self.path}" if name is not None else f"no corpus in {self.path}"
+            problem = f"no corpus {name!r} in {self.path}" if name is not None else f"no corpus in {self.path}"
             raise CorpusNotFound(
-                f"{asked}; it has: {', '.join(sorted(known)) or 'none'}; "
+                f"{problem}; it has: {', '.join(sorted(known)) or 'none'}; "
                 f"`tcache build CORPUS --teacher T --name NAME` adds one{self.index.as_of}"
             )
         try:
@@ -211,19 +288,20 @@ class TeacherCache:
             newest = self.corpora().get(name)
             if newest == known[name] or newest is None:
                 raise DamagedCache(f"{error}{self.index.as_of}") from error
-            return Manifest(newest, self.path)  # a writer replaced the corpus between our two looks
+            return Manifest(newest, self.path)  # a writer replaced the corpus in between
 
     def publish_corpus(self, record: CorpusRecord, written: Path, domains: Path | None = None) -> Manifest:
-        """Make a durable row list the corpus of that name, in place of an older one.
+        """Commit a corpus, replacing one of the same name.
 
         Args:
-            domains: a durable domain list; None where the record has no domains, or their list is in place.
+            written: durable file of its row numbers.
+            domains: durable file of its domain numbers; None if it has no domains, or their file is in place already.
         """
         target, domain_list = record.file(self.path), record.domains_file(self.path)
         os.replace(written, target)
         if domains is not None and domain_list is not None:
             os.replace(domains, domain_list)
-        with replacing(target.with_name(CORPUS_JSON)) as file:  # what a lost index is made again from
+        with replacing(target.with_name(CORPUS_JSON)) as file:  # a lost index is rebuilt from it
             file.write(record.to_json())
         self.index.commit([Change("corpora", record.name.encode(), record.to_json())])
         for old in [*target.parent.glob("rows-*.npy"), *target.parent.glob("domains-*.npy")]:
@@ -234,11 +312,11 @@ class TeacherCache:
     # Spaces
 
     def space_records(self) -> dict[str, SpaceRecord]:
-        """What the index knows of every space, by slug; opens none of them."""
+        """Slug -> index record of each space; opens no array."""
         return {slug: SpaceRecord.from_json(data) for slug, data in self.index.records("spaces").items()}
 
     def spaces(self) -> dict[str, SpaceView]:
-        """Every space by its slug."""
+        """Slug -> space, for each space."""
         return {slug: self._view(record) for slug, record in self.space_records().items()}
 
     def _view(self, record: SpaceRecord) -> SpaceView:
@@ -248,37 +326,37 @@ class TeacherCache:
             raise DamagedCache(f"{error}{self.index.as_of}") from error
 
     def space(self, wanted: str | Mapping[str, Any] | None = None) -> SpaceView:
-        """The one space that is wanted.
+        """The space that matches `wanted`.
 
         Args:
-            wanted: its slug, fingerprint (or the start of one) or teacher; or fields that it must have, such as
-                `{"teacher": "all-MiniLM-L6-v2", "prompt": "query: "}`; None when the cache has one space.
+            wanted: slug, fingerprint (or at least 6 leading digits) or teacher of the space; or fields it must have,
+                such as `{"teacher": "all-MiniLM-L6-v2", "prompt": "query: "}`; None for the only space of the cache.
 
         Raises:
-            SpaceNotFound: no space of that name, or several fit.
-            SpaceMismatch: no space has these fields; the message names those in which the nearest one differs.
+            SpaceNotFound: no space has that name, or several match.
+            SpaceMismatch: no space has these fields; the message names the fields in which the nearest one differs.
             DamagedCache: its array cannot be opened.
         """
         return self._view(self.space_record(wanted))
 
     def space_record(self, wanted: str | Mapping[str, Any] | None = None) -> SpaceRecord:
-        """What the index knows of the one space that is wanted, as `space` finds it; opens nothing of it."""
+        """Index record of the space that `space` would return; opens no array."""
         records = self.space_records()
-        fitting = [record for record in records.values() if wanted is None or _fits(record.space, wanted)]
-        if len(fitting) == 1:
-            return fitting[0]
+        matching = [record for record in records.values() if wanted is None or _matches(record.space, wanted)]
+        if len(matching) == 1:
+            return matching[0]
         known = ", ".join(sorted(records)) or "none"
         if not records:
             problem = f"{self.path} has no embedding space yet"
-        elif isinstance(wanted, Mapping) and not fitting:
+        elif isinstance(wanted, Mapping) and not matching:
             raise self._mismatch(wanted, [record.space for record in records.values()])
-        elif not fitting:
+        elif not matching:
             problem = f"{self.path} has no embedding space {wanted!r}"
         else:
-            between = _differences([record.space for record in fitting])
-            names = ", ".join(sorted(record.space.slug for record in fitting))
+            between = _differences([record.space for record in matching])
+            names = ", ".join(sorted(record.space.slug for record in matching))
             raise SpaceNotFound(
-                f"{self.path} has {len(fitting)} spaces that fit ({between}): say with --space which, {names}"
+                f"{self.path} has {len(matching)} matching spaces ({between}), name one with `space`: {names}"
             )
         raise SpaceNotFound(
             f"{problem}; it has: {known}; `tcache build CORPUS --teacher T` fills one{self.index.as_of}"
@@ -286,7 +364,7 @@ class TeacherCache:
 
     def _mismatch(self, wanted: Mapping[str, Any], spaces: Sequence[EmbeddingSpace]) -> SpaceMismatch:
         differing = [
-            (space, {name: value for name, value in wanted.items() if not _fits(space, {name: value})})
+            (space, {name: value for name, value in wanted.items() if not _matches(space, {name: value})})
             for space in spaces
         ]
         nearest, fields = min(differing, key=lambda pair: len(pair[1]))
@@ -294,61 +372,61 @@ class TeacherCache:
             f"{name}: wanted {value!r}, cached {getattr(nearest, name)!r}" for name, value in fields.items()
         )
         return SpaceMismatch(
-            f"{self.path} has no space that fits; the nearest is {nearest.slug}, which differs in {listed}; "
+            f"{self.path} has no matching space; the nearest is {nearest.slug}, which differs in {listed}; "
             f"`tcache build` with these settings fills one{self.index.as_of}"
         )
 
     def find_space(self, space: EmbeddingSpace) -> SpaceView | None:
-        """The stored space equal to `space`; if its dtype is "auto", one that differs in nothing else."""
+        """The stored space equal to `space`, or if its dtype is "auto", one that differs in dtype alone; else None."""
         for record in self.space_records().values():
             if space.matches(record.space):
                 return self._view(record)
         return None
 
     def ensure_space(self, space: EmbeddingSpace, storage: str) -> SpaceView:
-        """The stored space equal to `space`; a new one is an empty folder that its first `write` publishes.
+        """The stored space equal to `space`, or a new one, which its first `write` commits.
 
         Raises:
-            CacheError: it is there in another number format.
+            CacheError: it is stored in another encoding.
         """
         encoding = find_encoding(storage)
         view = self.find_space(space)
         if view is not None:
             if view.encoding != encoding:
                 raise CacheError(
-                    f"space {view.slug} is stored as {view.encoding.name}, not {encoding.name}; leave --storage "
+                    f"space {view.slug} is stored as {view.encoding.name}, not {encoding.name}; leave `storage` "
                     "out, or build into another cache"
                 )
             return view
         folder = self.path / SPACES / space.slug
-        shutil.rmtree(folder, ignore_errors=True)  # a leftover that was never published
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed build, never committed
         make_folder(folder)
         record = SpaceRecord(space, encoding.name)
         create_vectors(folder / record.array, encoding, space.dims, self.shard_rows)
-        with replacing(folder / SPACE_JSON) as file:  # for people and other tools; the index is what counts
+        with replacing(folder / SPACE_JSON) as file:  # for people and other tools: readers use the index
             file.write(record.to_json())
         return self._view(record)
 
     def ensure_tokens(self, view: SpaceView, wanted: TokenRecord) -> SpaceView:
-        """The space with these token columns; what is new is an empty folder that the next `write` publishes.
+        """The space with token columns; the next `write` commits those that are new.
 
-        Attention that `wanted` leaves out stays.
+        Stored attention maps are kept if `wanted` has none.
 
         Raises:
-            CacheError: it has them of another shape or number format, or attention of other layers.
+            CacheError: it has token columns of another shape or encoding, or attention maps of other layers.
         """
         held = view.record.columns
         if held is not None:
             layers = (held.attention, wanted.attention)
-            for what, there, asked, option in (
-                ("tokens of", held.shape, wanted.shape, "take the teacher that made them"),
-                ("tokens as", held.storage, wanted.storage, "leave --token-storage out"),
-                ("attention of layers", *layers, "leave --attention-layers out"),
+            for what, stored, requested, advice in (
+                ("tokens of", held.shape, wanted.shape, "use the teacher that computed them"),
+                ("tokens as", held.storage, wanted.storage, "leave `token_storage` out"),
+                ("attention maps of layers", *layers, "leave `attention_layers` out"),
             ):
-                if there != asked and not (what.startswith("attention") and None in layers):
+                if stored != requested and not (what.startswith("attention") and None in layers):
                     raise CacheError(
-                        f"space {view.slug} keeps {what} {_told(there)}, not {_told(asked)}; {option}, or use another "
-                        "cache"
+                        f"space {view.slug} has {what} {_listed(stored)}, not {_listed(requested)}; {advice}, or use "
+                        "another cache"
                     )
             wanted = replace(held, attention=held.attention or wanted.attention)
         new = [array for array in wanted.arrays if held is None or array not in held.arrays]
@@ -356,7 +434,7 @@ class TeacherCache:
             return view
         rows = wanted.shard_rows(self.shard_rows) if view.tokens is None else view.tokens.shard_rows
         for array in new:
-            shutil.rmtree(view.folder / array, ignore_errors=True)  # a leftover that was never published
+            shutil.rmtree(view.folder / array, ignore_errors=True)  # left by a killed build, never committed
             create_array(view.folder / array, wanted, array, rows)
         record = replace(view.record, columns=wanted)
         with replacing(view.folder / SPACE_JSON) as file:
@@ -365,17 +443,17 @@ class TeacherCache:
 
     @contextmanager
     def appending(self) -> Iterator[TextAppender]:
-        """An appender of new texts; all of them are durable when the block ends well."""
+        """Context manager: an appender of new texts, all durable when the block ends without an error."""
         appender = TextAppender(self.texts_table)
         yield appender
         appender.flush()
 
 
-def _fits(space: EmbeddingSpace, wanted: str | Mapping[str, Any]) -> bool:
-    """Whether a space has that name, or all these fields.
+def _matches(space: EmbeddingSpace, wanted: str | Mapping[str, Any]) -> bool:
+    """Whether a space has a name, or all the given fields.
 
     Raises:
-        CacheError: a field that no space has.
+        CacheError: there is no field of that name.
     """
     if isinstance(wanted, str):
         named = wanted in (space.slug, space.teacher, space.slug.split("@")[0])
@@ -387,7 +465,7 @@ def _fits(space: EmbeddingSpace, wanted: str | Mapping[str, Any]) -> bool:
     return all(fields[name] == value for name, value in wanted.items())
 
 
-def _told(value: Any) -> str:
+def _listed(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -397,59 +475,61 @@ def _differences(spaces: Sequence[EmbeddingSpace]) -> str:
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """What `cache.json` says.
+    """Content of `cache.json`.
 
     Raises:
-        DamagedCache: it does not say which format the cache is in.
+        DamagedCache: it is not valid JSON, or has no format version.
     """
     try:
         record: dict[str, Any] = json.loads((path / CACHE_JSON).read_bytes())
         record["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCache(
-            f"{path / CACHE_JSON} does not say which format it is: {error!r}; `tcache repair {path}` writes it anew"
+            f"{path / CACHE_JSON} has no format version: {error!r}; `tcache repair {path}` rewrites it"
         ) from error
     return record
 
 
 def check_format(path: Path) -> None:
-    """Make sure that there is a cache, in the format of this version.
+    """Check that a folder is a cache of this format version.
 
     Raises:
-        CacheNotFound, DamagedCache, FormatVersionError: there is none, it does not say, it is another.
+        CacheNotFound: it is not a cache.
+        DamagedCache: `cache.json` is missing or invalid.
+        FormatVersionError: it has another format version.
     """
     if not (path / CACHE_JSON).exists():
         if _has_shards(path):
-            raise DamagedCache(f"{path / CACHE_JSON} is gone: `tcache repair {path}` writes it anew")
+            raise DamagedCache(f"{path / CACHE_JSON} is missing: `tcache repair {path}` rewrites it")
         raise CacheNotFound(
-            f"no teacher cache at {path}: it has no {CACHE_JSON}; make one with "
+            f"no teacher cache at {path}: it has no {CACHE_JSON}; create one with "
             f"`tcache build CORPUS --teacher T --cache {path}`"
         )
     version = _described(path)["format"]
     if version != FORMAT_VERSION:
         raise FormatVersionError(
-            f"{path} is in cache format {version}, this version reads format {FORMAT_VERSION}; use the "
+            f"{path} has cache format {version}, this version reads format {FORMAT_VERSION}; use the "
             "release that wrote it, or build a new cache"
         )
 
 
 def _check_index(path: Path) -> None:
-    # LMDB would make an empty one for a writer, and everything stored would be written over.
+    # LMDB would create an empty index for a writer, which would then overwrite the stored rows.
     if not Index.exists(path / INDEX):
         raise DamagedCache(
-            f"the index at {path / INDEX} is gone: `tcache reindex {path}` makes it again from the shards"
+            f"the index at {path / INDEX} is missing: `tcache reindex {path}` rebuilds it from the shards"
         )
 
 
 def _has_shards(path: Path) -> bool:
-    """Whether texts were written here, so that it was a cache once, whatever it lacks now."""
+    """Whether the folder holds text shards, so that it is a cache even if other files are missing."""
     return (path / LOCK).exists() and (path / TEXT_ARRAY / "c").is_dir()
 
 
 def _is_half_made(path: Path) -> bool:
-    """Empty, or what a first build leaves when it is killed before its first commit.
+    """Whether the folder is empty, or left by a first build that was killed before its first commit.
 
-    The lock comes first of all, so a folder without it is someone's own, whatever its entries are called.
+    The lock file is created first, so a folder without it belongs to someone else, whatever its entries are called.
     """
     names = {entry.name for entry in path.iterdir() if not entry.name.endswith(TEMPORARY_SUFFIX)}
     return not names or (LOCK in names and names <= {INDEX, "texts", CORPORA, SPACES, LOCK})
@@ -467,11 +547,11 @@ def _make(path: Path, shard_rows: int) -> None:
     index = Index(path / INDEX, writable=True)
     index.commit([])
     index.close()
-    write_cache_json(path, shard_rows)  # last: from here on it is a cache
+    write_cache_json(path, shard_rows)  # last: this makes the folder a cache
 
 
 def write_cache_json(path: Path, shard_rows: int) -> None:
-    """Say what the cache is, under a new id."""
+    """Write `cache.json`, with a new id."""
     record = {"format": FORMAT_VERSION, "id": secrets.token_hex(16), "key": KEY_RULE, "shard_rows": shard_rows}
     with replacing(path / CACHE_JSON) as file:
         file.write(json.dumps(record).encode())

@@ -1,7 +1,7 @@
-"""Several embedding spaces of the same rows, read as one: two teachers of one student.
+"""Several embedding spaces of the same rows read as one, to train a student on two or more teachers.
 
-The unit vectors of the spaces stand side by side, over the root of their number: a joint vector has unit length,
-and the cosine of two of them is the mean of the spaces' cosines.
+A joint vector concatenates the unit vectors of the k spaces, divided by sqrt(k): it has unit length, and the cosine of
+two joint vectors is the mean of the spaces' cosines.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from teacher_cache.table.view import SpaceView
 
 
 class JointSpace:
-    """Reads rows of two or more spaces of one cache; for reading alone.
+    """Read-only view of two or more spaces of one cache.
 
     Attributes:
-        dims: the sum of the spaces' widths.
+        dims: sum of the spaces' dims.
 
     Raises:
-        CacheError: fewer than two spaces, or one of them twice.
+        CacheError: fewer than two spaces, or the same space twice.
     """
 
     def __init__(self, spaces: Sequence[SpaceView]) -> None:
         slugs = [space.slug for space in spaces]
         if len(set(slugs)) < max(2, len(slugs)):
-            raise CacheError(f"several spaces were asked for, expected two or more different ones, found {slugs}")
+            raise CacheError(f"expected two or more different spaces, found {slugs}")
         self.spaces = tuple(spaces)
         self.slug = "+".join(slugs)
         self.dims = sum(space.dims for space in spaces)
@@ -35,11 +35,11 @@ class JointSpace:
         self.tokens = None
 
     def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """`(n,)`: which rows have a vector in every space."""
+        """`(n,)` bool, true for rows that have a vector in every space."""
         return np.asarray(np.logical_and.reduce([space.present(rows) for space in self.spaces]))
 
     def quarantined(self) -> dict[int, str]:
-        """Row -> why a space refused its vector."""
+        """Row -> reason of its quarantine in one of the spaces."""
         return {row: reason for space in reversed(self.spaces) for row, reason in space.quarantined().items()}
 
     def gather(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
@@ -53,7 +53,7 @@ class JointSpace:
         return joint
 
     def gather_stored(self, rows: npt.NDArray[np.int64], out: Stored) -> Stored:
-        """The same into an array; what is "stored" here is float32."""
+        """`gather` into `out`; the stored form of a joint vector is float32."""
         scale = np.float32(1 / np.sqrt(len(self.spaces)))
         begin = 0
         for space in self.spaces:

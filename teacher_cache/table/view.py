@@ -1,4 +1,4 @@
-"""One embedding space of a cache: a column of the table, read lazily, written a shard at a time."""
+"""One embedding space of a cache: a column of the table, read lazily, written one shard at a time."""
 
 import json
 import math
@@ -26,6 +26,7 @@ from teacher_cache.storage.codec import (
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, quarantine_key
 from teacher_cache.storage.shards import ShardedArray
+from teacher_cache.text_key import text_keys
 from teacher_cache.tokens.token_columns import TokenColumns, TokenRecord
 
 SPACES = "spaces"
@@ -37,12 +38,13 @@ _ARRAY = re.compile(r"vectors(-[a-z0-9]+)?\.zarr")
 
 @dataclass(frozen=True)
 class SpaceRecord:
-    """What the index knows of one embedding space.
+    """Index record of one embedding space.
 
     Attributes:
-        array: folder of the vectors inside the space's; another one after a conversion of the number format.
-        tokens, seconds: what encoding has cost so far, for foretelling the rest.
-        columns: what is kept token by token; None where that is nothing.
+        storage: name of the encoding of its vectors.
+        array: folder of the vectors inside the space's folder; a new one after `tcache convert`.
+        tokens, seconds: total cost of encoding so far; `tcache plan` estimates the rest from it.
+        columns: token columns of the space, if any.
     """
 
     space: EmbeddingSpace
@@ -54,12 +56,12 @@ class SpaceRecord:
 
     @property
     def name(self) -> str:
-        """Of the space's folder in the index."""
+        """Name of the space in the index."""
         return f"{SPACES}/{self.space.slug}"
 
     @property
     def array_name(self) -> str:
-        """Of the vectors in the index."""
+        """Name of the vectors in the index."""
         return self.name if self.array == VECTORS else f"{self.name}/{self.array}"
 
     def to_json(self) -> bytes:
@@ -87,7 +89,7 @@ class SpaceRecord:
 
 
 def create_vectors(folder: Path, encoding: Encoding, dims: int, shard_rows: int) -> ShardedArray:
-    """An empty array for vectors of that many numbers in that format."""
+    """Create an empty array for `dims`-dimensional vectors in an encoding."""
     return ShardedArray.create(
         folder,
         width=encoding.width(dims),
@@ -100,7 +102,13 @@ def create_vectors(folder: Path, encoding: Encoding, dims: int, shard_rows: int)
 
 
 class SpaceView:
-    """One embedding space of a cache, read lazily. Holds no teacher and cannot call one."""
+    """One embedding space of a cache: vectors by text or by row, read from disk on access. Never runs a teacher.
+
+    Example:
+        >>> space = TeacherCache.open("cache").space()
+        >>> space["a text"].shape, space[["a text", "another"]].shape
+        ((384,), (2, 384))
+    """
 
     def __init__(self, cache: Path, index: Index, record: SpaceRecord) -> None:
         self.index = index
@@ -119,48 +127,112 @@ class SpaceView:
 
     @cached_property
     def tokens(self) -> TokenColumns | None:
-        """What the teacher said token by token; None where that was never asked for.
+        """Token columns of the space; None if it has none.
 
         Raises:
-            DamagedCache: it was, and the metadata of an array are gone.
+            DamagedCache: the metadata of an array are missing.
         """
         columns = self.record.columns
         return None if columns is None else TokenColumns(self.folder, self.record.name, self.index, columns)
 
     def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """`(n,)`: which rows have a vector."""
-        return self.column.present(rows)
+        """`(n,)` bool, true for rows that have a vector."""
+        return self.column.present(as_rows(rows))
 
     def present_count(self) -> int:
-        """How many rows have a vector."""
+        """Number of rows that have a vector."""
         return sum(int(record.present.sum()) for _, record in self.index.iter_shards(self.array_name))
 
     def worst_error(self) -> float:
-        """Largest 1 - cos of a stored vector against what the teacher said."""
+        """Largest 1 - cos between a stored vector and the teacher output."""
         return max((record.worst_error for _, record in self.index.iter_shards(self.array_name)), default=0.0)
 
     def quarantined(self, rows: range | None = None) -> dict[int, str]:
-        """Row -> why its vector was refused; of all rows, or of a range."""
+        """Row -> reason of its quarantine; of all rows, or of a range."""
         return self.index.quarantined(self.slug, rows)
+
+    def __len__(self) -> int:
+        return self.present_count()
+
+    def __bool__(self) -> bool:  # an empty space is still a space
+        return True
+
+    def __contains__(self, text: object) -> bool:
+        return isinstance(text, str) and bool(self.present(self._lookup([text]))[0])
+
+    def __repr__(self) -> str:
+        return f"<SpaceView {self.slug!r}: {len(self):,} vectors of {self.dims} dims, {self.encoding.name}>"
+
+    def __getitem__(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
+        """`(dims,)` float32 vector of a text, or `(n, dims)` vectors of a sequence of n texts.
+
+        Raises:
+            MissingRows: also a KeyError; a text has no vector in this space.
+        """
+        if isinstance(texts, str):
+            return self[[texts]][0]
+        rows = self._lookup(texts)
+        missing = np.flatnonzero(~self.present(rows))
+        if len(missing):
+            raise MissingRows(
+                f"space {self.slug} has no vector for {len(missing)} of {len(rows)} texts, first "
+                f"{texts[missing[0]]!r}; `space.get` returns what there is, `cache.get_or_encode` encodes the "
+                f"rest{self.index.as_of}"
+            )
+        return self.gather(rows)
+
+    def get(self, texts: str | Sequence[str], missing: Any = None) -> Any:
+        """Vectors of texts, with a default for texts that have none.
+
+        Args:
+            missing: value for a text without a vector. For a sequence of texts, a number fills that text's row.
+
+        Returns:
+            For one text its `(dims,)` float32 vector, or `missing`. For n texts an `(n, dims)` float32 array if
+            `missing` is a number or a vector, and a list of n vectors or None if `missing` is None.
+        """
+        if isinstance(texts, str):
+            rows = self._lookup([texts])
+            return self.gather(rows)[0] if self.present(rows)[0] else missing
+        rows = self._lookup(texts)
+        present = self.present(rows)
+        vectors = np.zeros((len(rows), self.dims), dtype=np.float32)
+        vectors[present] = self.gather(rows[present])
+        if missing is None:
+            return [vector if there else None for vector, there in zip(vectors, present.tolist(), strict=True)]
+        vectors[~present] = missing
+        return vectors
+
+    def _lookup(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
+        return self.index.find(text_keys(as_texts(texts)))
 
     def gather(
         self,
-        rows: npt.NDArray[np.int64],
+        rows: npt.ArrayLike,
         out: Any | None = None,
         *,
         dtype: npt.DTypeLike = np.float32,
-    ) -> npt.NDArray[np.floating]:
-        """`(n, dims)` vectors of n rows, in the order asked for.
+    ) -> Any:
+        """`(n, dims)` vectors of n rows, in the order given.
 
         Args:
-            out: written into instead of a new array: a float array, or a torch tensor in main memory.
+            rows: `(n,)` integers.
+            out: array or tensor to write into and return: any float numpy array, or a torch tensor of any float
+                dtype on any device.
             dtype: float16, float32 or float64, of a new array.
 
         Raises:
             MissingRows: a row has no vector in this space.
-            DamagedCache: a shard is not what the index says it is.
+            DamagedCache: a shard does not match its index record.
+            TypeError, ValueError: `rows` is not a 1-D array of integers, or `out` has another shape or dtype.
         """
-        rows = np.asarray(rows, dtype=np.int64)
+        rows = as_rows(rows)
+        if (
+            out is not None
+            and hasattr(out, "data_ptr")
+            and (out.device.type != "cpu" or str(out.dtype) == "torch.bfloat16")
+        ):
+            return _copied(self.gather(rows), out)
         into = np.empty((len(rows), self.dims), dtype=dtype) if out is None else _array_of(out)
         if into.shape != (len(rows), self.dims) or into.dtype.kind != "f":
             raise ValueError(f"expected {(len(rows), self.dims)} floats to write into, found {into.shape} {into.dtype}")
@@ -168,10 +240,10 @@ class SpaceView:
             self.gather_stored(rows, into)
         else:
             self.encoding.restore(self.gather_stored(rows), into)
-        return into
+        return into if out is None else out
 
     def gather_stored(self, rows: npt.NDArray[np.int64], out: Stored | None = None) -> Stored:
-        """`(n, encoding.width(dims))` rows as they are stored, for `encoding.restore`; otherwise like `gather`."""
+        """`(n, encoding.width(dims))` stored rows, to be decoded by `encoding.restore`; otherwise like `gather`."""
         try:
             return self.column.read(rows, out)
         except MissingRows:
@@ -180,17 +252,17 @@ class SpaceView:
     def _missing(self, rows: npt.NDArray[np.int64]) -> MissingRows:
         missing = rows[~self.present(rows)]
         return MissingRows(
-            f"space {self.slug} has no vector for {len(missing)} of {len(rows)} rows asked for, first row "
+            f"space {self.slug} has no vector for {len(missing)} of {len(rows)} rows, first row "
             f"{missing[0]}; `tcache build` with the same teacher fills it{self.index.as_of}"
         )
 
     def missing_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows that have no vector and were not refused one."""
+        """Rows without a vector that are not quarantined either."""
         missing = rows[~self.present(rows)]
         if not len(missing):
             return missing
-        refused = self.quarantined(range(int(missing.min()), int(missing.max()) + 1))
-        return np.setdiff1d(missing, np.fromiter(refused, dtype=np.int64), assume_unique=True)
+        quarantined = self.quarantined(range(int(missing.min()), int(missing.max()) + 1))
+        return np.setdiff1d(missing, np.fromiter(quarantined, dtype=np.int64), assume_unique=True)
 
     def write(
         self,
@@ -203,21 +275,24 @@ class SpaceView:
         error: float = 0.0,
         also: Sequence[Change] = (),
     ) -> tuple[int, dict[int, str]]:
-        """Store the vectors of some rows of one shard, durable and published when this returns.
+        """Write vectors of one shard; they are durable and committed on return.
 
-        Rows that the number format cannot hold, and non-finite ones, are quarantined with a reason. The first
-        write to a new space publishes the space too.
+        Non-finite rows, and rows that the encoding cannot hold, are quarantined with a reason. The first write to a
+        new space also commits the space.
 
         Args:
-            tokens, seconds: what these vectors have cost, for `tcache plan`.
-            error: largest 1 - cos of one of them against what the teacher said; vectors out of a cache have some.
-            also: what becomes true in the same moment, such as what `TokenColumns.write` gave.
+            number: of the shard.
+            rows: `(n,)` rows of the table, all in this shard.
+            vectors: `(n, dims)`.
+            tokens, seconds: cost of these vectors, for `tcache plan`.
+            error: largest 1 - cos between one of them and the teacher output; not 0 for vectors read from a cache.
+            also: index changes to commit in the same transaction, such as those of `TokenColumns.write`.
 
         Returns:
-            How many were stored, and row -> reason for the others.
+            Number of rows stored, and row -> reason for the quarantined ones.
 
         Raises:
-            DamagedCache: the shard's older rows are not what was written; nothing changes.
+            DamagedCache: the shard's existing rows do not match their digest; nothing is changed.
         """
         checked = check_rows(vectors, self.encoding)
         good = np.array([place not in checked.refused for place in range(len(rows))], dtype=bool)
@@ -240,7 +315,7 @@ class SpaceView:
             before,
             tokens=before.tokens + tokens,
             seconds=before.seconds + seconds,
-            # A view that was opened before the columns were made knows of none.
+            # A view opened before the columns were created has none.
             columns=max(before.columns, self.record.columns, key=lambda known: len(known.arrays) if known else 0),
         )
         if published is None or now != before:
@@ -249,8 +324,52 @@ class SpaceView:
         return len(stored), refused
 
 
+def as_rows(rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """`rows` as a 1-D int64 array.
+
+    Raises:
+        TypeError: not integers, such as a bool mask or floats.
+        ValueError: not one-dimensional.
+    """
+    given = np.asarray(rows)
+    if given.ndim != 1:
+        raise ValueError(f"expected a 1-D array of row numbers, found {given.ndim} dimensions, shape {given.shape}")
+    if given.dtype.kind not in "iu" and given.size:
+        hint = "; use np.flatnonzero(mask) for a mask" if given.dtype.kind == "b" else ""
+        raise TypeError(f"expected integer row numbers, found {given.dtype}{hint}")
+    return given.astype(np.int64, copy=False)
+
+
+def as_texts(texts: Sequence[str]) -> Sequence[str]:
+    """`texts`, if it is a sequence of strings and not one string.
+
+    Raises:
+        TypeError: it is one string, or an item is not a string.
+    """
+    if isinstance(texts, str | bytes):
+        raise TypeError(f"expected a sequence of texts, found one {type(texts).__name__}: put it in a list")
+    for place, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(f"expected texts, found {type(text).__name__} at position {place}")
+    return texts
+
+
 def _array_of(out: Any) -> npt.NDArray[Any]:
-    """The memory of an array or tensor as an array."""
+    """The memory of an array or tensor, as an array."""
     if not isinstance(out, np.ndarray) and not hasattr(out, "data_ptr"):  # a list would be copied, not filled
         raise ValueError(f"expected an array or tensor to write into, found {type(out).__name__}")
     return np.asarray(out)
+
+
+def _is_foreign(out: Any) -> bool:
+    """Whether numpy cannot view the memory of a torch tensor."""
+    return hasattr(out, "data_ptr") and (out.device.type != "cpu" or str(out.dtype) == "torch.bfloat16")
+
+
+def _copied(vectors: npt.NDArray[np.float32], out: Any) -> Any:
+    """A torch tensor that numpy has no dtype for, or that is on another device, filled with vectors."""
+    import torch
+
+    if out.shape != vectors.shape or not out.dtype.is_floating_point:
+        raise ValueError(f"expected {vectors.shape} floats to write into, found {tuple(out.shape)} {out.dtype}")
+    return out.copy_(torch.from_numpy(vectors))

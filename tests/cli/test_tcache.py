@@ -133,7 +133,7 @@ def test_a_corpus_needs_no_name_of_its_own(tmp_path: Path) -> None:
 
 def test_a_name_that_cannot_be_is_refused_by_its_flag(corpus: Path, tmp_path: Path) -> None:
     line = refused(run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c", "--name", "a b"))
-    assert "'a b' cannot name a corpus: give --name" in line
+    assert "'a b' is not a corpus name: `name` takes" in line
 
 
 def test_get_shows_what_the_teacher_said_and_fails_on_an_unknown_text(cache: Path) -> None:

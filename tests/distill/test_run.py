@@ -566,7 +566,7 @@ def test_a_run_goes_on_with_its_own_space_and_corpus_when_the_cache_has_others_b
     build(Corpus.open(tmp_path / "few.txt"), TeacherOptions(model="toy", dims=12), cache, name="second")
     assert run(config).finished_before
     check_run(config)
-    with pytest.raises(SpaceNotFound, match="say with --space which"):
+    with pytest.raises(SpaceNotFound, match="name one with `space`"):
         run(tiny_config(cache, tiny_student, tmp_path / "new", "corpus=few", "training.max_steps=2"))
     with TeacherCache.open(cache) as opened:
         other = next(slug for slug, record in opened.space_records().items() if record.space.dims == 12)

@@ -119,14 +119,14 @@ def test_another_format_version_is_refused_and_named(tmp_path: Path, cache: Teac
     path = cache.path / "cache.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     for mode in ("r", "a"):
-        with pytest.raises(FormatVersionError, match="is in cache format 99, this version reads format 2"):
+        with pytest.raises(FormatVersionError, match="has cache format 99, this version reads format 2"):
             TeacherCache.open(cache.path, mode)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "{"])
 def test_a_cache_that_does_not_say_its_format_is_damaged(cache: TeacherCache, content: str) -> None:
     (cache.path / "cache.json").write_text(content)
-    with pytest.raises(DamagedCache, match="does not say which format it is"):
+    with pytest.raises(DamagedCache, match="has no format version"):
         TeacherCache.open(cache.path)
 
 
@@ -146,7 +146,7 @@ def test_a_space_is_found_by_slug_teacher_or_fingerprint(cache: TeacherCache) ->
 def test_an_ambiguous_space_names_what_differs(tmp_path: Path, cache: TeacherCache) -> None:
     built(tmp_path, TEXTS, teacher=QUERY)
     for name in (None, "toy"):
-        with pytest.raises(SpaceNotFound, match=r"has 2 spaces that fit \(they differ in prompt\)"):
+        with pytest.raises(SpaceNotFound, match=r"has 2 matching spaces \(they differ in prompt\)"):
             cache.space(name)
     for slug in cache.spaces():
         assert cache.space(slug).slug == slug
@@ -203,7 +203,7 @@ def test_an_unsettled_precision_finds_the_space_that_differs_in_nothing_else(cac
 
 def test_a_space_in_another_number_format_is_refused(cache: TeacherCache) -> None:
     with TeacherCache.open(cache.path, "a") as writer:
-        with pytest.raises(CacheError, match="is stored as float16, not float16-raw; leave --storage out"):
+        with pytest.raises(CacheError, match="is stored as float16, not float16-raw; leave `storage` out"):
             writer.ensure_space(resolve(TOY).space, "float16-raw")
         assert writer.ensure_space(resolve(TOY).space, "float16").present_count() == len(TEXTS)
 
@@ -229,7 +229,7 @@ def test_rows_without_a_vector_are_counted_and_the_first_is_named(cache: Teacher
         appender.add(["new", "newer"])
     view = cache.space()
     assert view.present(np.array([19, 20, 21, 1000, -1])).tolist() == [True, False, False, False, False]
-    with pytest.raises(MissingRows, match="no vector for 2 of 3 rows asked for, first row 21; `tcache build`"):
+    with pytest.raises(MissingRows, match="no vector for 2 of 3 rows, first row 21; `tcache build`"):
         view.gather(np.array([0, 21, 20]))
     assert view.missing_rows(np.array([3, 20, 21])).tolist() == [20, 21]
 
@@ -237,9 +237,9 @@ def test_rows_without_a_vector_are_counted_and_the_first_is_named(cache: Teacher
 def test_an_unknown_text_has_no_vector(cache: TeacherCache) -> None:
     rows = cache.lookup([TEXTS[0], "unknown"])
     assert rows.tolist() == [0, -1]
-    with pytest.raises(MissingRows, match="1 of 2 rows asked for, first row -1"):
+    with pytest.raises(MissingRows, match="1 of 2 rows, first row -1"):
         cache.space().gather(rows)
-    with pytest.raises(MissingRows, match="has 20 rows, counted from 0; asked for -1 to 0"):
+    with pytest.raises(MissingRows, match="has 20 rows, counted from 0; requested -1 to 0"):
         cache.texts(rows)
 
 

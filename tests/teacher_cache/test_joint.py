@@ -66,5 +66,5 @@ def test_a_row_that_one_space_lacks_is_not_present(tmp_path: Path) -> None:
 def test_one_space_or_one_twice_is_refused(cache: TeacherCache) -> None:
     space = cache.space(min(cache.space_records()))
     for spaces in ([space], [space, space]):
-        with pytest.raises(CacheError, match="two or more different ones"):
+        with pytest.raises(CacheError, match="two or more different spaces"):
             JointSpace(spaces)

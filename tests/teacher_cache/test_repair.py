@@ -466,7 +466,7 @@ def test_metadata_that_no_shard_proves_are_not_written(sound: Sound) -> None:
 def test_a_cache_that_has_lost_its_description_is_not_built_over(sound: Sound) -> None:
     (sound.path / "cache.json").unlink()
     for use in (lambda: sound.build(), lambda: TeacherCache.open(sound.path)):
-        with pytest.raises(DamagedCache, match=r"cache\.json is gone: `tcache repair"):
+        with pytest.raises(DamagedCache, match=r"cache\.json is missing: `tcache repair"):
             use()
     assert repair(sound.path).ok
     sound.assert_as_before()
