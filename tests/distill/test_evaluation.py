@@ -17,7 +17,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, f1_score
 
 from distill.errors import ConfigError, EvaluationError
-from distill.evaluation import TASKS, evaluator, load_task
+from distill.evaluation import TASKS, encoders, load_task
 from distill.evaluation.base import Report, Task, TaskScore, cosine
 from distill.evaluation.classification import Classification
 from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
@@ -186,7 +186,7 @@ def test_cosine_with_a_zero_vector_is_0() -> None:
 def test_each_distinct_text_of_all_tasks_is_encoded_once_in_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluator, "CHUNK", 7)
+    monkeypatch.setattr(encoders, "CHUNK", 7)
     write_nine(tmp_path)
     # Two tasks and both sides of one pair share a text.
     rows = [("banking77 test 0", "banking77 test 0", 1), ("emotion test 0", "a", 0)]
@@ -202,7 +202,7 @@ def test_each_distinct_text_of_all_tasks_is_encoded_once_in_chunks(
 def test_chunks_change_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_nine(tmp_path)
     whole = Evaluator(nine_tasks(tmp_path))(CountingEncoder())
-    monkeypatch.setattr(evaluator, "CHUNK", 5)
+    monkeypatch.setattr(encoders, "CHUNK", 5)
     chunked = Evaluator(nine_tasks(tmp_path))(CountingEncoder())
     assert {n: t.score for n, t in whole.tasks.items()} == {n: t.score for n, t in chunked.tasks.items()}
 
@@ -397,7 +397,7 @@ class ShapeEncoder:
 def test_vectors_of_the_wrong_shape_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: list[tuple[int, ...]]
 ) -> None:
-    monkeypatch.setattr(evaluator, "CHUNK", 4)
+    monkeypatch.setattr(encoders, "CHUNK", 4)
     write_pairs(tmp_path, "x", [1, 2, 3], column="score")
     with pytest.raises(EvaluationError, match="shape"):
         Evaluator([TextualSimilarity("x", tmp_path)])(ShapeEncoder(*shapes))

@@ -27,7 +27,7 @@ def cosines(first: npt.NDArray[np.float32], second: npt.NDArray[np.float32]) -> 
 
 
 def demo_sentences() -> list[str]:
-    return (files("distill") / "demo_corpus.txt").read_text(encoding="utf-8").splitlines()
+    return (files("distill.runs") / "demo_corpus.txt").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.fixture(scope="module")

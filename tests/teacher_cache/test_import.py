@@ -186,7 +186,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[KnownError], str]] = {
     ),
     "a field lost": (change_space(lambda r: r["space"].pop("prompt")), CorpusError, "missing fields .'prompt'"),
     "no JSON": (lambda folder: (folder / "space.json").write_text("{"), CorpusError, "does not describe"),
-    "an unknown encoding": (change_space(lambda r: r.update(storage="f8")), CacheError, "unknown number format"),
+    "an unknown encoding": (change_space(lambda r: r.update(storage="f8")), CacheError, "unknown encoding"),
     "a path for a name": (change_space(lambda r: r.update(corpus="../../x")), CacheError, "is not a corpus name"),
     "another width": (
         change_array("vectors.npy", lambda v: v[:, :8]),
