@@ -15,7 +15,7 @@ from distill.evaluation.encoders import CachedEncoder
 from distill.registry import construct, find
 from distill.run_folder import ANALYSES as FOLDER
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.files import replacing
+from teacher_cache.storage.files import atomic_write
 from teacher_cache.table.joint import JointSpace
 from teacher_cache.teachers.base import TeacherOptions
 
@@ -166,7 +166,7 @@ def analyze(
                 raise EvaluationError(f"analysis {name} of {folder} gave a figure that is NaN or infinite") from error
             kept = folder / FOLDER / f"{analysis.name}.json"
             kept.parent.mkdir(exist_ok=True)
-            with replacing(kept) as file:
+            with atomic_write(kept) as file:
                 file.write(text.encode())
             records[name] = record
             made(name, record)

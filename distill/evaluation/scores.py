@@ -12,7 +12,7 @@ from distill.evaluation.base import Task
 from distill.evaluation.encoders import resolved_dtype
 from distill.evaluation.evaluator import evaluate_model, nine_tasks
 from distill.run_folder import FINAL, SCORES, read_record
-from teacher_cache.storage.files import digest, replacing
+from teacher_cache.storage.files import digest, atomic_write
 from teacher_cache.teachers import TeacherOptions, resolve
 
 
@@ -82,7 +82,7 @@ def evaluate_run(
     record = kept_scores(folder, data, names, dtype)
     if record is None:
         record = score(TeacherOptions(model=str(folder / FINAL)), data, names, dtype, announce)
-        with replacing(folder / SCORES) as file:
+        with atomic_write(folder / SCORES) as file:
             record |= {"model": str(folder)}
             file.write(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False).encode())
     return record

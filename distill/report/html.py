@@ -15,7 +15,7 @@ from distill.report.drawing import Key, Plot, png, svg
 from distill.report.plots import plots
 from distill.run_folder import RECORD, SCORES, is_run_folder, read_record
 from teacher_cache.errors import optional_import
-from teacher_cache.storage.files import replacing
+from teacher_cache.storage.files import atomic_write
 
 TEMPLATE = "report.html.j2"
 # Keys by which a report's JSON is told from other files.
@@ -90,7 +90,7 @@ def write_report(data: ReportData, output: Path) -> list[Path]:
         png(plot, path)
     beside = output.with_suffix(".json")
     for path, text in ((beside, record), (output, page)):
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             file.write(text.encode())
     return [output, beside, *pictures]
 

@@ -43,7 +43,7 @@ from distill.training.method import (
 from distill.training.targets import Targets
 from distill.training.trainer import DistillTrainer, check_disk_space
 from distill.training.validation import Validation, best, points
-from teacher_cache.storage.files import replacing
+from teacher_cache.storage.files import atomic_write
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
 from teacher_cache.table.view import SpaceView
@@ -370,5 +370,5 @@ def _result(folder: Path, record: dict[str, Any], *, finished_before: bool) -> R
 
 
 def _write(path: Path, text: str) -> None:
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from distill.objectives.base import Objective
 from distill.training.measurement import DATA, StepTimer, cycle_means, peak_memory
 from distill.training.validation import point, told
-from teacher_cache.storage.files import replacing
+from teacher_cache.storage.files import atomic_write
 
 # Steps at the start that `StepClock.cost` excludes.
 WARM_UP_STEPS = 10
@@ -130,7 +130,7 @@ class MetricsFile(TrainerCallback):
                         kept.append(line)
                 except (ValueError, KeyError):  # the line that was being written when the run was killed
                     continue
-        with replacing(self.path) as file:
+        with atomic_write(self.path) as file:
             file.write("".join(f"{line}\n" for line in kept).encode())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from teacher_cache.errors import CorpusNotFound, SpaceNotFound
 from teacher_cache.maintenance.repair import DAMAGED
-from teacher_cache.storage.files import TEMPORARY_SUFFIX, replacing, sync_folder
+from teacher_cache.storage.files import TEMPORARY_SUFFIX, atomic_write, sync_folder
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.table.cache import CORPUS_JSON, INDEX, SPACE_JSON, TeacherCache
@@ -175,7 +175,7 @@ class _Sweep:
                 if old and not self.dry_run and folder.resolve().is_relative_to(self.root):
                     # A conversion that was killed after its commit has not said so here, where a lost index would
                     # be made again from; a build that was killed before its first one has said too much.
-                    with replacing(folder / SPACE_JSON) as file:
+                    with atomic_write(folder / SPACE_JSON) as file:
                         file.write(known[slug].to_json())
                 if not self.dry_run:
                     gone = [replace(known[slug], array=array.name).array_name for array in old]

@@ -11,7 +11,7 @@ import numpy as np
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.maintenance.inspection import unreadable
 from teacher_cache.storage.codec import find_encoding
-from teacher_cache.storage.files import make_folder, replacing
+from teacher_cache.storage.files import make_folder, atomic_write
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA
@@ -69,7 +69,7 @@ def restore_metadata(path: Path) -> list[LostMetadata]:
             lost = unreadable(file)
             if lost:
                 make_folder(file.parent)
-                with replacing(file) as again:
+                with atomic_write(file) as again:
                     again.write(data)
                 found.append(LostMetadata(kind, lost, True))
     finally:
@@ -136,7 +136,7 @@ def _restore(index: Index, name: str, folder: Path, make: Callable[[Path], Shard
         array = make(Path(scratch))
         if name.startswith(SPACES) and not any((folder / "c").rglob("*")):  # no vector is left to speak against it
             make_folder(folder)
-            with replacing(folder / "zarr.json") as file:
+            with atomic_write(folder / "zarr.json") as file:
                 file.write((array.folder / "zarr.json").read_bytes())
             return True
         (array.folder / "c").symlink_to((folder / "c").absolute(), target_is_directory=True)
@@ -149,6 +149,6 @@ def _restore(index: Index, name: str, folder: Path, make: Callable[[Path], Shard
                 continue
         if proven:
             array.grow(rows)
-            with replacing(folder / "zarr.json") as file:
+            with atomic_write(folder / "zarr.json") as file:
                 file.write((array.folder / "zarr.json").read_bytes())
         return proven

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from teacher_cache.storage.environment import DATA
-from teacher_cache.storage.files import replacing
+from teacher_cache.storage.files import atomic_write
 from teacher_cache.table.cache import SEALED, TeacherCache
 
 
@@ -44,7 +44,7 @@ def seal(path: str | Path) -> SealedIndex:
     with TeacherCache.open(path) as cache:
         target = cache.path / SEALED / DATA
         when = datetime.now(UTC).isoformat(timespec="seconds")
-        with replacing(target) as file:
+        with atomic_write(target) as file:
             cache.index.copy_sealed(Path(file.name), cache.id, when)
     with TeacherCache.open(path, sealed=True) as copy:
         return SealedIndex(str(target), copy.rows, target.stat().st_size, when)

@@ -156,7 +156,7 @@ class Checked:
     refused: dict[int, str]
 
 
-def joint_error(first: float, second: float) -> float:
+def combined_error(first: float, second: float) -> float:
     """Bound on 1 - cos after two changes: chords, which are sqrt(2 (1 - cos)), add up at most."""
     return (math.sqrt(first) + math.sqrt(second)) ** 2
 

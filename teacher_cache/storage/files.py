@@ -14,7 +14,7 @@ TEMPORARY_SUFFIX = ".writing"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Any]:
+def atomic_write(path: Path) -> Iterator[Any]:
     """A binary file that becomes `path` when the block ends well and leaves no trace when it does not.
 
     The data and the folder's entry are durable when the block has ended.

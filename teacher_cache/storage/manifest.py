@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import CacheError, DamagedCache
-from teacher_cache.storage.files import replacing
+from teacher_cache.storage.files import atomic_write
 from teacher_cache.storage.positioned import read_all, runs
 
 CORPORA = "corpora"
@@ -259,7 +259,7 @@ def writing_domains(cache: Path, name: str) -> Iterator[tuple[NumbersWriter, Pat
 
 @contextmanager
 def _writing(path: Path, dtype: str, columns: tuple[int, ...]) -> Iterator[tuple[NumbersWriter, Path]]:
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         writer = NumbersWriter(file, dtype, columns)
         yield writer, path
         writer.finish()

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.storage.chunks import BLOBS, Bytes, NumberCodec, Rows, codec_from, crc32c
-from teacher_cache.storage.files import replacing, sync_folder
+from teacher_cache.storage.files import atomic_write, sync_folder
 from teacher_cache.storage.mapping import ShardMap
 from teacher_cache.storage.opened import EMPTY, OpenShard
 from teacher_cache.storage.positioned import in_memory, read_all, runs, threads
@@ -172,7 +172,7 @@ class ShardedArray:
             overwrite=True,
         )
         metadata = (folder / "zarr.json").read_bytes()
-        with replacing(folder / "zarr.json") as file:  # the same again, durable this time
+        with atomic_write(folder / "zarr.json") as file:  # the same again, durable this time
             file.write(metadata)
         sync_folder(folder.parent)
         return cls(folder)
@@ -207,7 +207,7 @@ class ShardedArray:
         self.metadata = json.loads(path.read_bytes())  # another instance may have grown it further
         if self.rows < rows:
             self.metadata["shape"][0] = rows
-            with replacing(path) as file:
+            with atomic_write(path) as file:
                 file.write(json.dumps(self.metadata, indent=2).encode())
 
     def write_shard(self, number: int, rows: Rows, present: npt.NDArray[np.bool_]) -> ShardReceipt:
@@ -225,7 +225,7 @@ class ShardedArray:
             values = body[kept] = rows[kept]
         index = np.full((self.chunks, 2), EMPTY, dtype="<u8")
         offset = 0
-        with replacing(self.shard_path(number)) as file:
+        with atomic_write(self.shard_path(number)) as file:
             for chunk in self._stored_chunks(kept):
                 data = self.codec.encode(body[chunk * self.chunk_rows : (chunk + 1) * self.chunk_rows])
                 index[chunk] = (offset, len(data))

@@ -30,7 +30,7 @@ from teacher_cache.errors import (
 )
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import find_encoding
-from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, replacing
+from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, atomic_write
 from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
@@ -301,7 +301,7 @@ class TeacherCache:
         os.replace(written, target)
         if domains is not None and domain_list is not None:
             os.replace(domains, domain_list)
-        with replacing(target.with_name(CORPUS_JSON)) as file:  # a lost index is rebuilt from it
+        with atomic_write(target.with_name(CORPUS_JSON)) as file:  # a lost index is rebuilt from it
             file.write(record.to_json())
         self.index.commit([Change("corpora", record.name.encode(), record.to_json())])
         for old in [*target.parent.glob("rows-*.npy"), *target.parent.glob("domains-*.npy")]:
@@ -403,7 +403,7 @@ class TeacherCache:
         make_folder(folder)
         record = SpaceRecord(space, encoding.name)
         create_vectors(folder / record.array, encoding, space.dims, self.shard_rows)
-        with replacing(folder / SPACE_JSON) as file:  # for people and other tools: readers use the index
+        with atomic_write(folder / SPACE_JSON) as file:  # for people and other tools: readers use the index
             file.write(record.to_json())
         return self._view(record)
 
@@ -437,7 +437,7 @@ class TeacherCache:
             shutil.rmtree(view.folder / array, ignore_errors=True)  # left by a killed build, never committed
             create_array(view.folder / array, wanted, array, rows)
         record = replace(view.record, columns=wanted)
-        with replacing(view.folder / SPACE_JSON) as file:
+        with atomic_write(view.folder / SPACE_JSON) as file:
             file.write(record.to_json())
         return self._view(record)
 
@@ -553,5 +553,5 @@ def _make(path: Path, shard_rows: int) -> None:
 def write_cache_json(path: Path, shard_rows: int) -> None:
     """Write `cache.json`, with a new id."""
     record = {"format": FORMAT_VERSION, "id": secrets.token_hex(16), "key": KEY_RULE, "shard_rows": shard_rows}
-    with replacing(path / CACHE_JSON) as file:
+    with atomic_write(path / CACHE_JSON) as file:
         file.write(json.dumps(record).encode())

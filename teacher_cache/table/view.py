@@ -20,7 +20,7 @@ from teacher_cache.storage.codec import (
     check_rows,
     encoding_name,
     find_encoding,
-    joint_error,
+    combined_error,
     stored_name,
 )
 from teacher_cache.storage.column import Column
@@ -307,7 +307,7 @@ class SpaceView:
             for row in sorted(self.quarantined(shard).keys() & set(stored.tolist()))
         ]
         if len(stored):
-            worst = joint_error(error, float(checked.cosine_error[good].max()))
+            worst = combined_error(error, float(checked.cosine_error[good].max()))
             changes.append(self.column.write(number, stored, checked.stored[good], worst))
         published = self.index.record("spaces", self.slug)
         before = self.record if published is None else SpaceRecord.from_json(published)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.codec import Encoding, check_rows, find_encoding, joint_error, stored_name
-from teacher_cache.storage.files import replacing
+from teacher_cache.storage.codec import Encoding, check_rows, find_encoding, combined_error, stored_name
+from teacher_cache.storage.files import atomic_write
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import SPACE_JSON, TeacherCache
@@ -91,7 +91,7 @@ def convert(
             done += int(record.present.sum())
             report(done, total)
         cache.index.commit(changes)
-        with replacing(folder / SPACE_JSON) as file:
+        with atomic_write(folder / SPACE_JSON) as file:
             file.write(after.to_json())
         return Conversion(view.slug, before.storage, encoding.name, done, worst, size_before, size, kept)
 
@@ -115,5 +115,5 @@ def _convert_shard(
     receipt = array.write_shard(number, body, record.present)
     array.grow(number * array.shard_rows + int(within[-1]) + 1)
     return ShardRecord(
-        receipt.digest, joint_error(record.worst_error, float(checked.cosine_error.max())), receipt.size, record.present
+        receipt.digest, combined_error(record.worst_error, float(checked.cosine_error.max())), receipt.size, record.present
     )

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teacher_cache.errors import DamagedCache, DiskFull, FormatVersionError
-from teacher_cache.storage.files import replacing
+from teacher_cache.storage.files import atomic_write
 from teacher_cache.storage.shards import ShardedArray, ShardReceipt
 from tests.teacher_cache.small_caches import passing_folder
 
@@ -261,7 +261,7 @@ def test_another_error_of_the_disk_is_itself_and_leaves_no_temporary(
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(OSError, match="broken") as caught, replacing(tmp_path / "x") as file:
+    with pytest.raises(OSError, match="broken") as caught, atomic_write(tmp_path / "x") as file:
         file.write(b"1")
     assert not isinstance(caught.value, DiskFull)
     assert files(tmp_path) == {}
@@ -271,7 +271,7 @@ def test_a_block_that_fails_replaces_nothing(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"old")
 
     def interrupted() -> None:
-        with replacing(tmp_path / "x") as file:
+        with atomic_write(tmp_path / "x") as file:
             file.write(b"new")
             raise KeyboardInterrupt
 
