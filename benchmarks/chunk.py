@@ -26,7 +26,7 @@ from numcodecs import blosc
 
 from benchmarks.own import publish_rows, space_of, write_rows
 from teacher_cache.reading.shuffle import WindowedShuffle
-from teacher_cache.storage.positioned import read_all
+from teacher_cache.storage.shard_files import read_all
 from teacher_cache.storage.shards import READ_CHUNKS
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import CHUNK_ROWS, SpaceView

@@ -12,7 +12,7 @@ from distill.evaluation.base import Task
 from distill.evaluation.encoders import resolved_dtype
 from distill.evaluation.evaluator import evaluate_model, nine_tasks
 from distill.run_folder import FINAL, SCORES, read_record
-from teacher_cache.storage.files import digest, atomic_write
+from teacher_cache.storage.files import atomic_write, digest
 from teacher_cache.teachers import TeacherOptions, resolve
 
 

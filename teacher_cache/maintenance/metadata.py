@@ -11,7 +11,7 @@ import numpy as np
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.maintenance.inspection import unreadable
 from teacher_cache.storage.codec import find_encoding
-from teacher_cache.storage.files import make_folder, atomic_write
+from teacher_cache.storage.files import atomic_write, make_folder
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA

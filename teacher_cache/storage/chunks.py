@@ -1,8 +1,8 @@
-"""How one inner chunk of an array becomes bytes, and the checksum that tells damage.
+"""Codecs between the rows of one inner chunk and its bytes, with checksums.
 
-Blosc and zstd decode damaged bytes to other values without a word, so every chunk that has a codec carries
-zarr's `crc32c` behind it. Chunks of `float16-raw` arrays have neither: they are what a memory map shows, and only their
-shard's digest proves them (`tcache verify --deep`).
+Blosc and zstd decode damaged bytes to other values without an error, so every compressed chunk ends with zarr's
+`crc32c`. Chunks of `float16-raw` arrays have no checksum, because they are memory-mapped: only the digest of their
+shard shows damage (`tcache verify --deep`).
 """
 
 import struct
@@ -24,7 +24,9 @@ BLOBS = "variable_length_bytes"
 
 
 class ChunkCodec(ABC):
-    """Rows of one inner chunk to bytes and back, as zarr's codec chain has it."""
+    """Rows of one inner chunk to bytes and back, the same as zarr's codec chain."""
+
+    dtype: np.dtype[Any]
 
     @abstractmethod
     def encode(self, rows: Rows) -> bytes: ...
@@ -34,20 +36,20 @@ class ChunkCodec(ABC):
         """Inverse of `encode`, into `out`.
 
         Raises:
-            RuntimeError, ValueError: the bytes are damaged, or are not as many rows as `out`.
+            RuntimeError, ValueError: the bytes are damaged, or do not hold as many rows as `out`.
         """
 
     @abstractmethod
     def digest(self, rows: Rows) -> bytes:
-        """16 bytes over the values, whatever the compression."""
+        """16 bytes over the values, independent of the compression."""
 
     @abstractmethod
     def blank(self, rows: int) -> Rows:
-        """`rows` rows that hold nothing: NaN, 0, "" or b""."""
+        """`rows` empty rows: NaN, 0, "" or b""."""
 
 
 class NumberCodec(ChunkCodec):
-    """Rows of `width` numbers, as they are, or with a checksum, or through blosc and with a checksum."""
+    """Rows of `width` numbers, optionally compressed by blosc, optionally with a checksum."""
 
     def __init__(self, dtype: str, width: int, compressor: numcodecs.Blosc | None, *, checksum: bool) -> None:
         self.dtype = np.dtype(dtype)
@@ -57,18 +59,18 @@ class NumberCodec(ChunkCodec):
 
     @property
     def plain(self) -> bool:
-        """Whether a chunk is its rows' bytes and nothing else."""
+        """Whether a chunk consists of its rows' bytes alone."""
         return self.compressor is None and not self.checksum
 
     def encode(self, rows: Rows) -> bytes:
         rows = np.ascontiguousarray(rows, dtype=self.dtype)
         data = rows.tobytes() if self.compressor is None else self.compressor.encode(rows)
-        return sealed(data) if self.checksum else data
+        return append_checksum(data) if self.checksum else data
 
     def decode(self, data: Bytes, out: Rows) -> None:
-        body = unsealed(data) if self.checksum else data
+        body = strip_checksum(data) if self.checksum else data
         if self.compressor is not None:
-            # Not through numcodecs' codec object, whose checks of its arguments take as long as the decoding.
+            # The argument checks of numcodecs' codec object take as long as the decoding.
             blosc.decompress(body, out)
             return
         if len(body) != out.nbytes:
@@ -83,88 +85,82 @@ class NumberCodec(ChunkCodec):
         return np.full((rows, self.width), np.nan if self.dtype.kind == "f" else 0, dtype=self.dtype)
 
 
-class TextCodec(ChunkCodec):
-    """Strings as zarr's variable-length UTF-8, then zstd and a checksum."""
-
-    dtype = np.dtype(object)
-
-    def __init__(self, level: int) -> None:
-        self.compressor = numcodecs.Zstd(level=level)
-        self.strings = numcodecs.VLenUTF8()
-
-    def encode(self, rows: Rows) -> bytes:
-        return sealed(self.compressor.encode(self.strings.encode(rows)))
-
-    def decode(self, data: Bytes, out: Rows) -> None:
-        rows = self.strings.decode(self.compressor.decode(unsealed(data)))
-        if len(rows) != len(out):
-            raise ValueError(f"{len(rows)} rows instead of {len(out)}")
-        out[...] = rows
-
-    def digest(self, rows: Rows) -> bytes:
-        return blake2b(bytes(self.strings.encode(rows)), digest_size=16).digest()
-
-    def blank(self, rows: int) -> Rows:
-        return np.full(rows, "", dtype=object)
-
-
-class BytesCodec(ChunkCodec):
-    """Byte strings of any length as zarr's `vlen-bytes`, as they are or through blosc, and a checksum.
+class VariableLengthCodec(ChunkCodec):
+    """Rows of variable length, optionally compressed, with a checksum.
 
     Args:
-        itemsize: bytes of the numbers that they hold, by which blosc shuffles bits.
+        serializer: zarr's `vlen-utf8` or `vlen-bytes`.
+        empty: value of an empty row.
+        itemsize: bytes of the numbers in the rows, by which blosc shuffles bits.
     """
 
     dtype = np.dtype(object)
 
-    def __init__(self, compressor: numcodecs.Blosc | None, itemsize: int) -> None:
+    def __init__(
+        self,
+        serializer: numcodecs.VLenUTF8 | numcodecs.VLenBytes,
+        empty: str | bytes,
+        compressor: numcodecs.Zstd | numcodecs.Blosc | None,
+        itemsize: int = 1,
+    ) -> None:
+        self.serializer = serializer
+        self.empty = empty
         self.compressor = compressor
         self.itemsize = itemsize
-        self.blobs = numcodecs.VLenBytes()
 
     def encode(self, rows: Rows) -> bytes:
-        data = self.blobs.encode(rows)
-        if self.compressor is None:
-            return sealed(data)
-        # Blosc takes the size of a number from the buffer.
-        numbers = np.frombuffer(data, dtype=f"V{1 if len(data) % self.itemsize else self.itemsize}")
-        return sealed(self.compressor.encode(numbers))
+        data = self.serializer.encode(rows)
+        if self.compressor is not None:
+            # Blosc takes the size of a number from the buffer.
+            itemsize = self.itemsize if len(data) % self.itemsize == 0 else 1
+            data = self.compressor.encode(np.frombuffer(data, dtype=f"V{itemsize}"))
+        return append_checksum(data)
 
     def decode(self, data: Bytes, out: Rows) -> None:
-        body = unsealed(data)
-        rows = self.blobs.decode(body if self.compressor is None else blosc.decompress(body))
+        body = strip_checksum(data)
+        rows = self.serializer.decode(body if self.compressor is None else self.compressor.decode(body))
         if len(rows) != len(out):
             raise ValueError(f"{len(rows)} rows instead of {len(out)}")
         out[...] = rows
 
     def digest(self, rows: Rows) -> bytes:
-        # Of the same bytes as one `vlen-bytes` chunk, which would be a copy of a whole shard.
-        made = blake2b(struct.pack("<I", len(rows)), digest_size=16)
-        for row in rows:
-            made.update(struct.pack("<I", len(row)))
-            made.update(row)
-        return made.digest()
+        return blake2b(bytes(self.serializer.encode(rows)), digest_size=16).digest()
 
     def blank(self, rows: int) -> Rows:
-        return np.full(rows, b"", dtype=object)
+        return np.full(rows, self.empty, dtype=object)
+
+
+class BytesCodec(VariableLengthCodec):
+    """Byte strings of any length, optionally compressed by blosc."""
+
+    def __init__(self, compressor: numcodecs.Blosc | None, itemsize: int) -> None:
+        super().__init__(numcodecs.VLenBytes(), b"", compressor, itemsize)
+
+    def digest(self, rows: Rows) -> bytes:
+        # The digest of the serialized rows, without a copy of a whole shard.
+        digest = blake2b(struct.pack("<I", len(rows)), digest_size=16)
+        for row in rows:
+            digest.update(struct.pack("<I", len(row)))
+            digest.update(row)
+        return digest.digest()
 
 
 def crc32c(data: Bytes | bytes) -> bytes:
-    """Four bytes, as zarr stores them."""
+    """Checksum of 4 bytes, as zarr stores it."""
     return struct.pack("<I", google_crc32c.value(data))
 
 
-def sealed(data: Any) -> bytes:
-    """A chunk with its checksum behind it."""
+def append_checksum(data: Any) -> bytes:
+    """The data, followed by its checksum."""
     data = bytes(data)
     return data + crc32c(data)
 
 
-def unsealed(data: Bytes) -> Bytes:
-    """The chunk without its checksum.
+def strip_checksum(data: Bytes) -> Bytes:
+    """The data without its checksum.
 
     Raises:
-        ValueError: they do not belong together.
+        ValueError: the checksum does not match.
     """
     body = data[:-4]
     if len(data) < 4 or crc32c(body) != data[-4:].tobytes():
@@ -172,15 +168,16 @@ def unsealed(data: Bytes) -> Bytes:
     return body
 
 
-def codec_from(metadata: dict[str, Any], chain: list[dict[str, Any]]) -> NumberCodec | TextCodec | BytesCodec:
+def codec_from(metadata: dict[str, Any], chain: list[dict[str, Any]]) -> NumberCodec | VariableLengthCodec:
     """The chunk codec that zarr's metadata describes.
 
     Raises:
-        ValueError: a codec that this module does not read.
+        ValueError: an unsupported codec.
     """
     names = [step["name"] for step in chain]
     if metadata["data_type"] == "string" and names == ["vlen-utf8", "zstd", "crc32c"]:
-        return TextCodec(chain[1]["configuration"]["level"])
+        zstd = numcodecs.Zstd(level=chain[1]["configuration"]["level"])
+        return VariableLengthCodec(numcodecs.VLenUTF8(), "", zstd)
     if metadata["data_type"] == BLOBS and names in (["vlen-bytes", "crc32c"], ["vlen-bytes", "blosc", "crc32c"]):
         return BytesCodec(*_blosc(chain[1]["configuration"])) if len(names) == 3 else BytesCodec(None, 1)
     width = int(metadata["shape"][1])
@@ -193,8 +190,7 @@ def codec_from(metadata: dict[str, Any], chain: list[dict[str, Any]]) -> NumberC
 
 
 def _blosc(options: dict[str, Any]) -> tuple[numcodecs.Blosc, int]:
-    """The compressor and the size of the numbers that it shuffles."""
+    """The compressor, and the size of the numbers that it shuffles."""
     shuffle = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}[options["shuffle"]]
-    return numcodecs.Blosc(options["cname"], options["clevel"], shuffle, options["blocksize"]), options.get(
-        "typesize", 1
-    )
+    compressor = numcodecs.Blosc(options["cname"], options["clevel"], shuffle, options["blocksize"])
+    return compressor, options.get("typesize", 1)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import CacheError, DamagedCache
 from teacher_cache.storage.files import atomic_write
-from teacher_cache.storage.positioned import read_all, runs
+from teacher_cache.storage.shard_files import consecutive_runs, read_all
 
 CORPORA = "corpora"
 
@@ -133,7 +133,7 @@ class RecordNumbers:
             read_all(
                 [
                     (self._file, self._offset + size * int(records[start]), out[start:stop])
-                    for start, stop in runs(records)
+                    for start, stop in consecutive_runs(records)
                 ]
             )
         return out

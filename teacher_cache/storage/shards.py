@@ -1,11 +1,11 @@
-"""Zarr v3 shards, written whole and read by chunk: the one reader and writer of them.
+"""Zarr v3 shards, written whole and read chunk by chunk; no other module reads or writes them.
 
-The arrays are plain zarr v3 with the sharding codec: zarr-python opens them without us, and makes their
-metadata here. Their shards are written and read by this module, because a shard has to appear on disk whole
-or not at all (temporary file, fsync, rename, fsync of the folder), and because zarr-python takes ten to a
-hundred times as long to gather scattered rows (docs/decisions/0008-shards.md).
+The arrays are plain zarr v3 with the sharding codec, so zarr-python opens them; it also makes their metadata. Shards
+are written here because a shard must appear on disk whole or not at all (temporary file, fsync, rename, fsync of the
+folder), and read here because zarr-python takes ten to a hundred times as long to gather scattered rows
+(docs/decisions/0008-shards.md).
 
-A shard is replaced, never changed in place: whoever has the old file open keeps reading it.
+A shard is replaced, never changed in place: a process that has the old file open keeps reading it.
 """
 
 import json
@@ -26,19 +26,25 @@ import numpy.typing as npt
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.storage.chunks import BLOBS, Bytes, NumberCodec, Rows, codec_from, crc32c
 from teacher_cache.storage.files import atomic_write, sync_folder
-from teacher_cache.storage.mapping import ShardMap
-from teacher_cache.storage.opened import EMPTY, OpenShard
-from teacher_cache.storage.positioned import in_memory, read_all, runs, threads
+from teacher_cache.storage.shard_files import (
+    EMPTY,
+    OpenShard,
+    ShardMap,
+    consecutive_runs,
+    read_all,
+    read_cached,
+    read_threads,
+)
 
 # Shard files that one array keeps open.
 OPEN_SHARDS = max(32, min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
-# Chunks read at a time: enough requests to keep a disk busy, little enough to stay in the processor's cache.
+# Chunks read at a time: enough requests to keep a disk busy, few enough to stay in the processor's cache.
 READ_CHUNKS = 32
-# Shards to open that are worth waking the threads for.
+# Fewest shards to open that are opened by threads.
 THREADS_FROM = 4
-# Bytes that blosc compresses at a time of an array of byte strings.
+# Bytes that blosc compresses at a time in an array of byte strings.
 BLOB_BLOCK = 16_384
-# Neighbouring rows that are worth a read of their own; fewer are copied out of the map.
+# Fewest neighboring rows that get a read of their own; shorter runs are copied out of the memory map.
 RUN_ROWS = 8
 
 
@@ -47,8 +53,8 @@ class ShardReceipt:
     """What was written.
 
     Attributes:
-        digest: 16 bytes over the values of the present rows, in row order. It does not cover absent rows or
-            compression, so a shard that later gained rows still proves the rows promised before.
+        digest: 16 bytes over the values of the present rows, in row order. Absent rows and compression do not count,
+            so the digest also checks the older rows of a shard that gets more.
         size: of the file, in bytes.
     """
 
@@ -59,18 +65,18 @@ class ShardReceipt:
 class ShardedArray:
     """A zarr v3 array of shape `(rows, width)` numbers or `(rows,)` texts or byte strings, cut into shards of rows.
 
-    Threads take turns. Neither files nor mappings survive a pickle; both are safe across a fork.
+    Threads take turns. A pickle leaves out files and maps; both are safe across a fork.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        mended = "`tcache repair` writes it anew"
+        repair = "`tcache repair` writes it again"
         try:
             self.metadata: dict[str, Any] = json.loads((folder / "zarr.json").read_bytes())
         except FileNotFoundError:
-            raise DamagedCache(f"{folder / 'zarr.json'} is gone; {mended}") from None
+            raise DamagedCache(f"{folder / 'zarr.json'} is missing; {repair}") from None
         except ValueError as error:
-            raise DamagedCache(f"{folder / 'zarr.json'} cannot be read: {error}; {mended}") from error
+            raise DamagedCache(f"{folder / 'zarr.json'} cannot be read: {error}; {repair}") from error
         try:
             grid = self.metadata["chunk_grid"]["configuration"]["chunk_shape"]
             (sharding,) = self.metadata["codecs"]
@@ -87,12 +93,11 @@ class ShardedArray:
         self.chunks = self.shard_rows // self.chunk_rows
         self._tail: tuple[int, ...] = (self.codec.width,) if isinstance(self.codec, NumberCodec) else ()
         self._open: dict[int, OpenShard] = {}
-        plain = isinstance(self.codec, NumberCodec) and self.codec.plain
-        self._map = (
-            ShardMap(self.codec, self.shard_rows, self.chunk_rows)
-            if isinstance(self.codec, NumberCodec) and plain and ShardMap.fits(self.codec, self.shard_rows)
-            else None
-        )
+        codec = self.codec
+        self._plain = isinstance(codec, NumberCodec) and codec.plain
+        self._map: ShardMap | None = None
+        if isinstance(codec, NumberCodec) and codec.plain and ShardMap.supports(codec, self.shard_rows):
+            self._map = ShardMap(codec, self.shard_rows, self.chunk_rows)
         self._lock = threading.RLock()
         self._buffer = np.empty(0, dtype=np.uint8)
         self._row = self.empty(1)
@@ -110,13 +115,13 @@ class ShardedArray:
         compressed: bool,
         checksum: bool = True,
     ) -> Self:
-        """Make an empty array; `width` None makes one of strings.
+        """Create an empty array of numbers, or with `width` None of strings.
 
-        Missing rows of a float array read as NaN in zarr-python, so that nobody takes them for vectors.
+        Missing rows of a float array read as NaN in zarr-python, so that they are not taken for vectors.
 
         Args:
-            compressed: chunks go through blosc (lz4 after a bit shuffle), strings through zstd.
-            checksum: chunks that are not compressed carry a checksum; compressed ones always do.
+            compressed: by blosc (lz4 after a bit shuffle), strings by zstd.
+            checksum: of chunks that are not compressed; compressed chunks always have one.
         """
         from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
@@ -129,27 +134,27 @@ class ShardedArray:
         if compressed or checksum:
             compressors.append(Crc32cCodec())
         fill = float("nan") if np.dtype(dtype).kind == "f" and width is not None else None
-        return cls._make(folder, () if width is None else (width,), dtype, fill, shard_rows, chunk_rows, compressors)
+        return cls._create(folder, () if width is None else (width,), dtype, fill, shard_rows, chunk_rows, compressors)
 
     @classmethod
     def create_blobs(cls, folder: Path, *, shard_rows: int, chunk_rows: int, itemsize: int, compressed: bool) -> Self:
-        """Make an empty array of byte strings of any length; missing rows read as b"" in zarr-python.
+        """Create an empty array of byte strings of any length; missing rows read as b"" in zarr-python.
 
         Args:
-            itemsize: bytes of the numbers that they hold.
-            compressed: chunks go through blosc (lz4 after a bit shuffle); they carry a checksum either way.
+            itemsize: bytes of the numbers in the byte strings.
+            compressed: by blosc (lz4 after a bit shuffle). Chunks always have a checksum.
         """
         from zarr.codecs import BloscCodec, Crc32cCodec
 
-        # Blosc's own choice of a block is so large that it gives up on token states, which these save 5 % of.
+        # With its default block size, which is much larger, blosc leaves token states uncompressed; this saves 5 %.
         blosc = BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=itemsize, blocksize=BLOB_BLOCK)
         compressors = [*([blosc] if compressed else []), Crc32cCodec()]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*VariableLengthBytes.*does not have a Zarr V3 specification")
-            return cls._make(folder, (), BLOBS, None, shard_rows, chunk_rows, compressors)
+            return cls._create(folder, (), BLOBS, None, shard_rows, chunk_rows, compressors)
 
     @classmethod
-    def _make(
+    def _create(
         cls,
         folder: Path,
         tail: tuple[int, ...],
@@ -172,7 +177,7 @@ class ShardedArray:
             overwrite=True,
         )
         metadata = (folder / "zarr.json").read_bytes()
-        with atomic_write(folder / "zarr.json") as file:  # the same again, durable this time
+        with atomic_write(folder / "zarr.json") as file:  # zarr-python does not fsync it
             file.write(metadata)
         sync_folder(folder.parent)
         return cls(folder)
@@ -189,11 +194,11 @@ class ShardedArray:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the rows that `read` gives."""
+        """Of the rows that `read` returns."""
         return self.codec.dtype
 
     def empty(self, rows: int) -> Rows:
-        """An array for that many rows, its values arbitrary."""
+        """An uninitialized array of this many rows."""
         return np.empty((rows, *self._tail), dtype=self.dtype)
 
     def shard_path(self, number: int) -> Path:
@@ -202,20 +207,20 @@ class ShardedArray:
     # Writing
 
     def grow(self, rows: int) -> None:
-        """Say in the metadata that the array has at least `rows` rows; shards are not touched."""
+        """Raise the number of rows in the metadata to `rows`; shards are not changed."""
         path = self.folder / "zarr.json"
-        self.metadata = json.loads(path.read_bytes())  # another instance may have grown it further
+        self.metadata = json.loads(path.read_bytes())  # another instance may have raised it further
         if self.rows < rows:
             self.metadata["shape"][0] = rows
             with atomic_write(path) as file:
                 file.write(json.dumps(self.metadata, indent=2).encode())
 
     def write_shard(self, number: int, rows: Rows, present: npt.NDArray[np.bool_]) -> ShardReceipt:
-        """Put one whole shard in place of whatever was there.
+        """Write or replace one shard.
 
         Args:
-            rows: `(n, width)` or `(n,)` with n <= shard_rows; what stands in absent rows is not kept.
-            present: `(n,)`, which of them are real.
+            rows: `(n, width)` or `(n,)` with n <= shard_rows; absent rows are not stored.
+            present: `(n,)`, which rows to store.
         """
         kept = np.flatnonzero(present)
         if len(kept) == self.shard_rows:
@@ -236,31 +241,29 @@ class ShardedArray:
         return ShardReceipt(self.codec.digest(values), offset)
 
     def _stored_chunks(self, kept: npt.NDArray[np.intp]) -> list[int]:
-        """Chunks worth storing. Plain arrays keep those in between, so that a shard is one matrix."""
+        """Chunks with rows; in plain arrays also the chunks before them, so that a shard is one matrix."""
         chunks = np.unique(kept // self.chunk_rows).tolist()
-        if isinstance(self.codec, NumberCodec) and self.codec.plain and chunks:
-            return list(range(chunks[-1] + 1))
-        return list(chunks)
+        return list(range(chunks[-1] + 1)) if self._plain and len(chunks) else list(chunks)
 
     # Reading
 
     def open_shard(self, number: int) -> OpenShard:
-        """The shard's file, which stays open; its index is read and checked once.
+        """The shard's file, which stays open; its chunk index is read and checked once.
 
         Raises:
-            DamagedCache: the file is gone, or is not a whole shard.
+            DamagedCache: the file is missing or incomplete.
         """
         (shard,) = self.open_shards([number])
         return shard
 
     def open_shards(self, numbers: Sequence[int]) -> list[OpenShard]:
-        """At most `OPEN_SHARDS` different ones; those that are not open yet all at once, as a disk likes it."""
+        """At most `OPEN_SHARDS` different shards; those not yet open are opened in parallel."""
         closed = [number for number in dict.fromkeys(numbers) if number not in self._open]
         paths = map(self.shard_path, closed)
-        opening = threads().map if len(closed) >= THREADS_FROM else map
+        opening = read_threads().map if len(closed) >= THREADS_FROM else map
         opened = dict(zip(closed, opening(OpenShard, paths, repeat(self.chunks)), strict=False))
         shards = []
-        for number in numbers:  # the ones that were not asked for longest come first, and are closed first
+        for number in numbers:  # the least recently used come first, and are closed first
             shard = self._open.pop(number, None) or opened[number]
             self._open[number] = shard
             shards.append(shard)
@@ -269,7 +272,7 @@ class ShardedArray:
         return shards
 
     def forget(self, number: int) -> None:
-        """Look at the shard's file anew when it is read next: it was replaced."""
+        """Open the shard's file again before the next read, because it was replaced."""
         with self._lock:
             shard = self._open.pop(number, None)
             if shard is not None:
@@ -280,20 +283,20 @@ class ShardedArray:
     def by_shard(
         self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[int, npt.NDArray[np.intp], npt.NDArray[np.int64]]]:
-        """Rows of the array, in any order, shard by shard: (shard, places in `rows`, places in the shard)."""
+        """(shard, positions in `rows`, positions in the shard) for each shard of `rows`, which are in any order."""
         shard_of = rows // self.shard_rows
         for number in np.unique(shard_of).tolist():
             places = np.flatnonzero(shard_of == number)
             yield number, places, rows[places] - number * self.shard_rows
 
     def read_shard(self, number: int, present: npt.NDArray[np.bool_]) -> Rows:
-        """The present rows of one shard, in row order."""
+        """The present rows of a shard, in row order."""
         return self.read(np.flatnonzero(present) + number * self.shard_rows)
 
     def read_checked(self, number: int, present: npt.NDArray[np.bool_], digest: bytes) -> Rows:
-        """The present rows of a shard that is to be written anew with more.
+        """The present rows of a shard, compared with their digest.
 
-        A new digest would vouch for whatever is merged into it, so the old rows must still have theirs.
+        For rows that are written again: their new digest would hide any damage.
 
         Raises:
             DamagedCache: they are not the values that were written.
@@ -302,19 +305,19 @@ class ShardedArray:
         if self.codec.digest(rows) != digest:
             raise DamagedCache(
                 f"{self.shard_path(number)} does not hold the values that were written, so nothing is added to it; "
-                "`tcache verify --deep` tells what else is damaged"
+                "`tcache verify --deep` lists all damage"
             )
         return rows
 
     def read(self, rows: npt.NDArray[np.int64], out: Rows | None = None) -> Rows:
-        """Rows of the array, in the order asked for; each chunk is read and decoded once.
+        """Rows of the array, in the order of `rows`; each chunk is read and decoded once.
 
         Args:
             rows: `(n,)`, any order, repeats allowed.
-            out: written into, and given back; C-contiguous, `(n, width)` or `(n,)` of the array's dtype.
+            out: returned instead of a new array; C-contiguous, `(n, width)` or `(n,)` of the array's dtype.
 
         Raises:
-            DamagedCache: a shard is gone or damaged, or does not hold a row.
+            DamagedCache: a shard is missing or damaged, or lacks a row.
         """
         if out is None:
             out = self.empty(len(rows))
@@ -330,17 +333,17 @@ class ShardedArray:
         return out
 
     def _read_plain(self, mapped: ShardMap, rows: npt.NDArray[np.int64], out: Rows) -> None:
-        """Rows that lie on disk as they are: scattered warm ones out of the map, others by reads of their own."""
-        if not mapped.reach(rows, self.open_shards):
-            self._read_chunks(rows, out)  # written by other hands, in another order
+        """Rows of a plain array: scattered cached rows out of the map, others by one read for each run."""
+        if not mapped.map_rows(rows, self.open_shards):
+            self._read_chunks(rows, out)  # written by another program, in another order
             return
         ends = rows[1:] - rows[:-1] != 1
-        if (np.count_nonzero(ends) + 1) * RUN_ROWS > len(rows) and self._warm(mapped, rows):
-            np.take(mapped.matrix, rows, axis=0, out=out, mode="clip")  # other modes buffer the result
+        if (np.count_nonzero(ends) + 1) * RUN_ROWS > len(rows) and self._is_cached(mapped, rows):
+            np.take(mapped.matrix, rows, axis=0, out=out, mode="clip")  # the default mode buffers the result
             return
-        spans = runs(rows, cut=self.shard_rows)
-        for done in range(0, len(spans), OPEN_SHARDS):  # so that no file is closed before it is read
-            group = spans[done : done + OPEN_SHARDS]
+        runs = consecutive_runs(rows, cut=self.shard_rows)
+        for done in range(0, len(runs), OPEN_SHARDS):  # so that no file is closed before it is read
+            group = runs[done : done + OPEN_SHARDS]
             places = [divmod(int(rows[start]), self.shard_rows) for start, _ in group]
             opened = self.open_shards([number for number, _ in places])
             self._fill(
@@ -350,13 +353,13 @@ class ShardedArray:
                 ]
             )
 
-    def _warm(self, mapped: ShardMap, rows: npt.NDArray[np.int64]) -> bool:
-        """Whether a row out of the middle is in memory, so that the others probably are."""
+    def _is_cached(self, mapped: ShardMap, rows: npt.NDArray[np.int64]) -> bool:
+        """Whether the middle row is in the page cache, so that the others probably are."""
         number, within = divmod(int(rows[len(rows) // 2]), self.shard_rows)
-        return in_memory(self.open_shard(number).file, within * mapped.row_bytes, self._row)
+        return read_cached(self.open_shard(number).file, within * mapped.row_bytes, self._row)
 
     def _read_chunks(self, rows: npt.NDArray[np.int64], out: Rows) -> None:
-        """Rows that lie in chunks to be decoded, chunk by chunk in the order of the array."""
+        """Read rows chunk by chunk, in the order of the array."""
         step = np.diff(rows)
         order = None if (step >= 0).all() else np.argsort(rows, kind="stable")
         ascending = rows if order is None else rows[order]
@@ -383,7 +386,7 @@ class ShardedArray:
             out[slice(start, stop) if order is None else order[start:stop]] = scratch[within[start:stop]]
 
     def _chunks(self, chunks: list[int]) -> Iterator[tuple[OpenShard, Bytes]]:
-        """The bytes of inner chunks, counted over the whole array; each valid until the next is asked for."""
+        """The shard and bytes of each inner chunk, numbered over the whole array; valid until the next one."""
         step = min(READ_CHUNKS, OPEN_SHARDS)
         for done in range(0, len(chunks), step):
             group = chunks[done : done + step]
@@ -406,14 +409,16 @@ class ShardedArray:
             read_all([(shard.file, offset, buffer) for shard, offset, buffer in reads])
         except EOFError:
             short = next(shard for shard, _, _ in reads if os.fstat(shard.file).st_size < shard.size)
-            raise DamagedCache(f"{short.path} was cut short while it was read; `tcache verify` tells more") from None
+            raise DamagedCache(
+                f"{short.path} was truncated while it was read; `tcache verify` lists all damage"
+            ) from None
 
 
 _arrays: weakref.WeakSet[ShardedArray] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """A thread that held one when the process forked does not exist in the child."""
+    """Give a forked child new locks: the thread that held one in the parent does not exist there."""
     for array in _arrays:
         array._lock = threading.RLock()
 

@@ -30,7 +30,7 @@ from teacher_cache.errors import (
 )
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import find_encoding
-from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, atomic_write
+from teacher_cache.storage.files import TEMPORARY_SUFFIX, atomic_write, make_folder
 from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest

@@ -18,9 +18,9 @@ from teacher_cache.storage.codec import (
     Encoding,
     Stored,
     check_rows,
+    combined_error,
     encoding_name,
     find_encoding,
-    combined_error,
     stored_name,
 )
 from teacher_cache.storage.column import Column

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.codec import Encoding, check_rows, find_encoding, combined_error, stored_name
+from teacher_cache.storage.codec import Encoding, check_rows, combined_error, find_encoding, stored_name
 from teacher_cache.storage.files import atomic_write
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.shards import ShardedArray
@@ -115,5 +115,8 @@ def _convert_shard(
     receipt = array.write_shard(number, body, record.present)
     array.grow(number * array.shard_rows + int(within[-1]) + 1)
     return ShardRecord(
-        receipt.digest, combined_error(record.worst_error, float(checked.cosine_error.max())), receipt.size, record.present
+        receipt.digest,
+        combined_error(record.worst_error, float(checked.cosine_error.max())),
+        receipt.size,
+        record.present,
     )

@@ -85,7 +85,7 @@ def test_an_empty_folder_becomes_a_cache(tmp_path: Path) -> None:
     assert verify(tmp_path, deep=True).ok
 
 
-@pytest.mark.parametrize(("owner", "step"), [(TextTable, "create"), (Index, "commit"), (cache_module, "replacing")])
+@pytest.mark.parametrize(("owner", "step"), [(TextTable, "create"), (Index, "commit"), (cache_module, "atomic_write")])
 def test_a_cache_whose_making_was_cut_off_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, step: str
 ) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teacher_cache.errors import DamagedCache, MissingRows
-from teacher_cache.storage import mapping, positioned, shards
+from teacher_cache.storage import shard_files, shards
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import built, numbered, passing_folder, said
@@ -60,11 +60,11 @@ def stored(
 @pytest.fixture(params=["warm", "cold", "few files"])
 def circumstances(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "cold":
-        monkeypatch.setattr(positioned, "in_memory", lambda *read: False)
-        monkeypatch.setattr(shards, "in_memory", lambda *read: False)
+        monkeypatch.setattr(shard_files, "read_cached", lambda *read: False)
+        monkeypatch.setattr(shards, "read_cached", lambda *read: False)
     if request.param == "few files":
         monkeypatch.setattr(shards, "OPEN_SHARDS", 2)
-        monkeypatch.setattr(mapping, "_AT_A_TIME", 2)
+        monkeypatch.setattr(shard_files, "_OPENED_AT_ONCE", 2)
 
 
 ORDERS: dict[str, Callable[[np.random.Generator], npt.NDArray[np.int64]]] = {
@@ -138,7 +138,7 @@ def test_chunks_that_lie_in_another_order_are_read_as_zarr_reads_them(tmp_path: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_behind_the_stored_ones_is_damage_and_not_zeros(tmp_path: Path, kind: str) -> None:
     array, _ = make(tmp_path / "a", kind, SHARD + 10)
-    with pytest.raises(DamagedCache, match="does not hold"):
+    with pytest.raises(DamagedCache, match="lacks"):
         array.read(np.array([SHARD + CHUNK, 3, 200, 7]))
 
 
@@ -147,7 +147,7 @@ def test_a_shard_that_is_cut_short_while_it_is_open_is_damage(tmp_path: Path, ki
     array, _ = make(tmp_path / "a", kind, 2 * SHARD)
     array.read(np.arange(2 * SHARD))
     os.truncate(array.shard_path(1), 100)
-    with pytest.raises(DamagedCache, match=r"c/1/0 was cut short while it was read"):
+    with pytest.raises(DamagedCache, match=r"c/1/0 was truncated while it was read"):
         array.read(np.arange(2 * SHARD))
 
 
@@ -178,7 +178,7 @@ def test_a_forked_process_reads_through_what_is_open_and_by_threads_of_its_own(
 ) -> None:
     array, values = stored
     rows = np.random.default_rng(2).integers(0, ROWS, 200)
-    monkeypatch.setattr(positioned, "in_memory", lambda *read: False)
+    monkeypatch.setattr(shard_files, "read_cached", lambda *read: False)
     array.read(rows)  # threads that a fork does not inherit
     with multiprocessing.get_context("fork").Pool(1) as pool:
         np.testing.assert_array_equal(pool.apply_async(read_in_child, (array, rows)).get(60), values[rows])
@@ -191,14 +191,14 @@ def test_in_memory_says_no_instead_of_waiting_for_a_disk(tmp_path: Path) -> None
     buffer = bytearray(4096)
     try:
         os.fsync(file)
-        if positioned.in_memory(file, 2**19, buffer):
+        if shard_files.read_cached(file, 2**19, buffer):
             assert bytes(buffer) == path.read_bytes()[2**19 : 2**19 + 4096]
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        positioned.read_all([(file, 0, buffer), (file, 8192, bytearray(10))])
+        shard_files.read_all([(file, 0, buffer), (file, 8192, bytearray(10))])
         assert bytes(buffer) == path.read_bytes()[:4096]
-        assert not positioned.in_memory(file, 2**20 - 10, bytearray(20))  # past the end
+        assert not shard_files.read_cached(file, 2**20 - 10, bytearray(20))  # past the end
         with pytest.raises(EOFError):
-            positioned.read_all([(file, 2**20 - 10, bytearray(20))])
+            shard_files.read_all([(file, 2**20 - 10, bytearray(20))])
     finally:
         os.close(file)
 
@@ -302,21 +302,21 @@ def test_after_an_error_no_thread_writes_into_the_callers_buffers(
 ) -> None:
     (tmp_path / "short").write_bytes(b"1")
     (tmp_path / "slow").write_bytes(b"2" * 100)
-    monkeypatch.setattr(positioned, "in_memory", lambda *read: False)
-    honest = positioned._read
+    monkeypatch.setattr(shard_files, "read_cached", lambda *read: False)
+    honest = shard_files._read
     slow = os.open(tmp_path / "slow", os.O_RDONLY)
     short = os.open(tmp_path / "short", os.O_RDONLY)
 
-    def slowly(read: positioned.Read) -> None:
+    def slowly(read: shard_files.Read) -> None:
         if read[0] == slow:
             time.sleep(0.2)
         honest(read)
 
-    monkeypatch.setattr(positioned, "_read", slowly)
+    monkeypatch.setattr(shard_files, "_read", slowly)
     buffers = [bytearray(100) for _ in range(40)]
     try:
         with pytest.raises(EOFError):
-            positioned.read_all([(short, 0, bytearray(2)), *((slow, 0, buffer) for buffer in buffers)])
+            shard_files.read_all([(short, 0, bytearray(2)), *((slow, 0, buffer) for buffer in buffers)])
         left = [bytes(buffer) for buffer in buffers]
         time.sleep(0.5)
         assert [bytes(buffer) for buffer in buffers] == left

@@ -510,7 +510,7 @@ def test_an_array_whose_metadata_are_no_json_is_damage_that_names_its_mending(tm
     (damage,) = verify(path).damage
     assert damage.kind == "damaged_cache"
     assert "zarr.json cannot be read" in damage.where
-    assert "`tcache repair` writes it anew" in damage.where
+    assert "`tcache repair` writes it again" in damage.where
     assert repair(path).ok
     assert verify(path, deep=True).ok
 

@@ -78,7 +78,7 @@ def test_vectors_that_went_after_the_sealing_are_told_with_its_time(cache: Path)
     seal(cache)
     (vectors,) = cache.glob("spaces/*/vectors.zarr")
     shutil.rmtree(vectors)
-    with TeacherCache.open(cache, sealed=True) as old, pytest.raises(DamagedCache, match=r"is gone.* as sealed at"):
+    with TeacherCache.open(cache, sealed=True) as old, pytest.raises(DamagedCache, match=r"is missing.* as sealed at"):
         old.space()
 
 

@@ -336,7 +336,7 @@ def test_a_pickled_array_reads_in_a_spawned_process(tmp_path: Path) -> None:
 def test_an_array_without_metadata_is_damaged(tmp_path: Path) -> None:
     array = numbers(tmp_path / "a")
     (tmp_path / "a" / "zarr.json").unlink()
-    with pytest.raises(DamagedCache, match=r"zarr.json is gone"):
+    with pytest.raises(DamagedCache, match=r"zarr.json is missing"):
         ShardedArray(array.folder)
 
 

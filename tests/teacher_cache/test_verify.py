@@ -96,8 +96,8 @@ def test_a_lost_shard_is_missing(path: Path) -> None:
             ("missing_shard", 4),
             ("missing_shard", 8),
         ]
-        assert "texts/text/c/2 is gone" in verdict.damage[0].where
-        assert "vectors.zarr/c/1/0 is gone" in verdict.damage[1].where
+        assert "texts/text/c/2 is missing" in verdict.damage[0].where
+        assert "vectors.zarr/c/1/0 is missing" in verdict.damage[1].where
 
 
 def test_a_cut_shard_is_damaged(path: Path) -> None:
