@@ -1,14 +1,14 @@
-"""Fill the missing rows of one space: texts first, then vectors, and where asked for what is said token by token.
+"""Compute the missing vectors, and optionally token columns, of a corpus in one space.
 
-Two passes, each of which can be killed at any moment and run again. The first gives every text of the corpus
-a row and leaves the corpus as a list of rows. The second asks the teacher for the rows that the space lacks,
-shard by shard; what was committed is never asked for again.
+A build has two passes. Each can be killed at any moment and run again. The first gives every text a row and writes
+the manifest. The second encodes the rows that the space lacks, shard by shard; committed rows are never encoded
+again.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.building.pending import OpenShard, OpenTokens, batches, missing_by_shard, new_vectors
+from teacher_cache.building.pending import PendingShard, PendingTokens, batches, missing_by_shard, new_vectors
 from teacher_cache.building.workers import LocalWorkers, Workers
-from teacher_cache.corpus.corpus import Corpus
+from teacher_cache.corpus.corpus import TEXTS, Corpus, CorpusSource, to_corpus
 from teacher_cache.errors import CacheError
 from teacher_cache.storage.codec import find_encoding
 from teacher_cache.storage.manifest import (
@@ -45,21 +45,21 @@ from teacher_cache.tokens.token_columns import (
 # Records read at a time, and texts given to a worker at a time.
 READ_RECORDS = 8192
 BATCH_ROWS = 1024
-# An unfinished shard is committed after this long, so that a slow teacher loses little when it is stopped.
+# Seconds between commits of unfinished shards, so that stopping a slow teacher loses little.
 COMMIT_SECONDS = 10.0
 
 
 @dataclass
 class Progress:
-    """How far a build is; handed to the caller's callback after every batch.
+    """State of a running build, passed to the `report` callback after every batch.
 
     Attributes:
-        phase: "reading" the corpus or "encoding" its missing rows.
+        phase: "reading" (the corpus) or "encoding" (its missing rows).
         done, total: records read (total 0 while unknown), or distinct texts encoded.
-        cached: distinct texts of the corpus that were there before.
-        tokens, tokens_per_second: that the teacher has seen in this build.
-        bytes: of what was encoded in this build, before compression.
-        space: one line on the teacher and how it is asked, once that is settled.
+        cached: distinct texts of the corpus that had all columns before.
+        tokens, tokens_per_second: encoded in this build.
+        bytes: of the vectors encoded in this build, before compression.
+        space: one-line description of the space, once known.
     """
 
     phase: str = "reading"
@@ -75,21 +75,23 @@ class Progress:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build did; `to_json` has the names that scripts rely on.
+    """Result of a build. Scripts rely on the names of `to_json`.
 
     Attributes:
-        rows: records of the corpus, duplicates included (for pairs, records, not texts).
+        rows: records of the corpus, duplicates included; a pair is one record.
         distinct: distinct texts.
-        cached: distinct texts that had a vector, and every other column that was asked for, before.
-        encoded: texts the teacher was asked for and that are stored now.
-        truncated: of those, texts longer than the space's maximum.
-        repaired: of those, rows that came out non-finite and were recomputed in float32.
-        quarantined: distinct texts of the corpus that lack a vector, or another column that was asked for, because
-            theirs was refused.
-        tokens, seconds: seen by the teacher; whole build.
-        columns: that were asked for.
-        token_texts: that were given token columns now.
-        token_bytes: of these, before compression.
+        cached: distinct texts that had a vector, and every other requested column, before.
+        encoded: texts encoded and stored now.
+        truncated: of the encoded texts, those longer than the space's maximum.
+        repaired: of the encoded texts, those recomputed in float32 because their vector was not finite.
+        quarantined: distinct texts of the corpus that lack a requested column because it was refused.
+        tokens: encoded by the teacher.
+        seconds: of the whole build.
+        counts: how the corpus was read, as `Corpus.counts`.
+        reasons: number of quarantined texts by reason.
+        columns: requested columns.
+        token_texts: texts given token columns now.
+        token_bytes: of these columns, before compression.
     """
 
     rows: int
@@ -115,9 +117,9 @@ class BuildReport:
 
 
 def build(
-    corpus: Corpus,
-    teacher: TeacherOptions,
-    cache: str | Path,
+    corpus: CorpusSource,
+    teacher: str | TeacherOptions,
+    cache: str | Path | TeacherCache,
     *,
     name: str | None = None,
     workers: Workers | None = None,
@@ -126,35 +128,39 @@ def build(
     token_storage: str | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> BuildReport:
-    """Make sure that every text of `corpus` has a vector of `teacher` in `cache`, and the columns that are asked for.
+    """Store a vector of `teacher`, and the requested token columns, for every text of `corpus` in `cache`.
 
-    A vector that is there stays, and so does every column that is not asked for.
+    Existing vectors and columns are kept; only missing ones are computed. The corpus is read once.
 
     Args:
-        name: under which the corpus is kept, in place of an older one; None takes `corpus.name`.
-        storage: number format of a new space; None takes "float16", or what the space has.
-        tokens: what is wanted token by token, `attention=()` for the layers that the space has, or the last one; None
-            for vectors alone.
-        token_storage: number format of new token states, as `storage`.
+        corpus: a `Corpus`, texts (an iterable of strings, or of tuples of strings), a path, a list of `Path`s, or a
+            `datasets.Dataset` with a column "text"; see `to_corpus`.
+        teacher: its options, or its name: a hub id, model folder, known short name or "toy".
+        cache: path of the cache, created if missing, or a cache open for writing, which stays open.
+        name: of the corpus in the cache. An existing corpus of that name is replaced. None uses `corpus.name`,
+            "texts" for texts in memory; then only a corpus from the same files, or also from memory, is replaced.
+        storage: encoding of a new space; None uses "float16", or the encoding of an existing space.
+        tokens: requested token columns; `attention=()` uses the layers that the space has, or the last one. None
+            requests vectors only.
+        token_storage: encoding of new token states, as `storage`.
         report: called with the progress after every batch.
 
     Raises:
-        TeacherError, CorpusError, CacheError: nothing half-done is left, what was committed stays.
-        SpaceMismatch: the teacher says something else of a text than the vector that is stored.
+        TeacherError, CorpusError, CacheError: what was committed before is kept.
+        SpaceMismatch: a stored vector differs from what the teacher computes now.
     """
     started = time.monotonic()
-    if name is not None:
-        checked_name(name)
-    # Before anything is written: a mistake leaves no folder behind.
+    corpus = to_corpus(corpus, TEXTS if name is None else name)
+    # All checks come before the first write: an error leaves no folder.
+    checked_name(corpus.name if name is None else name)
     if storage is not None:
         find_encoding(storage)
     if token_storage is not None:
         token_encoding(token_storage)
-    spec = resolve(teacher)
-    shape = None if tokens is None else token_shape(spec)
-    if tokens is not None and tokens.attention and shape is not None:
-        checked_layers(tokens.attention, shape)
-    with TeacherCache.open(cache, "a") as table:
+    spec, shape = resolve_with_tokens(teacher, tokens)
+    if isinstance(cache, TeacherCache) and not cache.index.writable:
+        raise CacheError(f"{cache.path} is open for reading only: open it with mode 'r+' or 'a'")
+    with nullcontext(cache) if isinstance(cache, TeacherCache) else TeacherCache.open(cache, "a") as table:
         if name is None:
             name = _default_name(corpus, table)
         manifest = ingest(corpus, table, name, report)
@@ -164,75 +170,83 @@ def build(
         known = table.find_space(spec.space)
         view = table.ensure_space(spec.space, storage or (known.record.storage if known else "float16"))
         if tokens is not None and shape is not None:
-            view, request = _with_tokens(table, view, shape, tokens, token_storage)
-            spec = replace(spec, request=request)
-        filled = _fill(table, view, used, spec, workers or LocalWorkers(), report)
-        refused = _refused(view, spec.request)
-        why = Counter(reason for row, reason in refused.items() if used[row])
-        quarantined = why.total()
+            wanted = TokenRecord.wanted(shape, tokens, token_storage, view.record.columns)
+            view = table.ensure_tokens(view, wanted)
+            spec = replace(spec, request=TokenRequest(wanted.attention))
+        counts = _encode_missing(table, view, used, spec, workers or LocalWorkers(), report)
+        reasons = Counter(reason for row, reason in _quarantined(view, spec.request).items() if used[row])
         return BuildReport(
             rows=len(manifest),
             distinct=distinct,
-            cached=distinct - quarantined - filled.stored,
-            encoded=filled.stored,
-            truncated=filled.truncated,
-            repaired=filled.repaired,
-            quarantined=quarantined,
-            tokens=filled.tokens,
+            cached=distinct - reasons.total() - counts.stored,
+            encoded=counts.stored,
+            truncated=counts.truncated,
+            repaired=counts.repaired,
+            quarantined=reasons.total(),
+            tokens=counts.tokens,
             seconds=round(time.monotonic() - started, 3),
             space=view.slug,
             corpus=name,
-            cache=str(cache),
+            cache=str(table.path),
             counts=manifest.record.counts,
-            reasons=dict(why),
-            columns=_columns(spec.request),
-            token_texts=filled.token_texts,
-            token_bytes=filled.token_bytes,
+            reasons=dict(reasons),
+            columns=_column_names(spec.request),
+            token_texts=counts.token_texts,
+            token_bytes=counts.token_bytes,
         )
 
 
-def _with_tokens(
-    table: TeacherCache, view: SpaceView, shape: TokenShape, tokens: TokenRequest, storage: str | None
-) -> tuple[SpaceView, TokenRequest]:
-    """The space with columns for what is asked, and the request with its layers settled."""
-    wanted = TokenRecord.wanted(shape, tokens, storage, view.record.columns)
-    return table.ensure_tokens(view, wanted), TokenRequest(wanted.attention)
+def resolve_with_tokens(
+    teacher: str | TeacherOptions, tokens: TokenRequest | None
+) -> tuple[TeacherSpec, TokenShape | None]:
+    """The resolved teacher, and the sizes of its token columns if `tokens` are requested.
+
+    Raises:
+        TeacherError: the teacher is unknown, or cannot compute the requested columns.
+    """
+    spec = resolve(TeacherOptions(model=teacher) if isinstance(teacher, str) else teacher)
+    if tokens is None:
+        return spec, None
+    shape = token_shape(spec)
+    if tokens.attention:
+        checked_layers(tokens.attention, shape)
+    return spec, shape
 
 
-def _columns(request: TokenRequest | None) -> tuple[str, ...]:
+def _column_names(request: TokenRequest | None) -> tuple[str, ...]:
     return ("vectors", *(("tokens",) if request else ()), *(("attention",) if request and request.attention else ()))
 
 
-def _refused(view: SpaceView, request: TokenRequest | None) -> dict[int, str]:
-    """Row -> why it lacks a column that was asked for; the vector's reason counts most."""
+def _quarantined(view: SpaceView, request: TokenRequest | None) -> dict[int, str]:
+    """Reason by quarantined row, over all requested columns; the reason of the vector takes precedence."""
     if request is None or view.tokens is None:
         return view.quarantined()
-    maps = view.tokens.quarantined(ATTENTION) if request.attention else {}
-    return maps | view.tokens.quarantined(STATES) | view.quarantined()
+    attention = view.tokens.quarantined(ATTENTION) if request.attention else {}
+    return attention | view.tokens.quarantined(STATES) | view.quarantined()
 
 
 def _default_name(corpus: Corpus, table: TeacherCache) -> str:
-    """The corpus's own name, unless the cache has a corpus of that name from other files.
+    """The corpus's own name.
 
     Raises:
-        CacheError: it has.
+        CacheError: the cache has a corpus of that name from other sources.
     """
     known = table.corpora().get(corpus.name)
     if known is not None and not known.shares_source(corpus.origins):
         raise CacheError(
             f"corpus {corpus.name!r} of {table.path} came from {known.sources[0].name}, this one from "
-            f"{corpus.origins[0]}; give it another --name (or the same to replace it)"
+            f"{corpus.origins[0]}; give it another `name` (or the same to replace it)"
         )
     return corpus.name
 
 
 def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Progress], None]) -> Manifest:
-    """Give every text of the corpus a row and publish its row list under `name`, and its domains where it has some.
+    """Give every text of the corpus a row, and publish the manifest and any domains under `name`.
 
-    Domains that the same texts have under that name stay where the corpus is read without.
+    If the corpus is read without domains and `name` has the same texts with domains, these are kept.
 
     Raises:
-        CorpusError: a fault, or no record at all; the corpus is not published.
+        CorpusError: an invalid record, or no record at all; the corpus is not published.
     """
     progress = Progress()
     columns = len(corpus.columns)
@@ -264,18 +278,23 @@ def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Pro
     )
     if domains is not None:
         return table.publish_corpus(record, written, domains[1])
-    held = table.corpora().get(name)
-    if held is not None and held.fingerprint == record.fingerprint:
-        record = record.with_domains_of(held)
+    previous = table.corpora().get(name)
+    if previous is not None and previous.fingerprint == record.fingerprint:
+        record = record.with_domains_of(previous)
     return table.publish_corpus(record, written)
 
 
 @dataclass
-class _Filled:
-    """What came of a build; `refused` are rows that lack a column now."""
+class BuildCounts:
+    """Counts of one build.
 
-    asked: int = 0
-    refused: set[int] = field(default_factory=set)
+    Attributes:
+        encoded: texts encoded.
+        quarantined: rows of these texts that lack a requested column.
+    """
+
+    encoded: int = 0
+    quarantined: set[int] = field(default_factory=set)
     truncated: int = 0
     repaired: int = 0
     tokens: int = 0
@@ -284,70 +303,78 @@ class _Filled:
 
     @property
     def stored(self) -> int:
-        return self.asked - len(self.refused)
+        return self.encoded - len(self.quarantined)
+
+    def add(self, encoded: Encoded) -> None:
+        """Add one batch."""
+        self.encoded += len(encoded.vectors)
+        self.truncated += int(encoded.truncated.sum())
+        self.repaired += int(encoded.repaired.sum())
+        self.tokens += int(encoded.tokens.sum())
 
 
-def _fill(
+def _encode_missing(
     table: TeacherCache,
     view: SpaceView,
     used: npt.NDArray[np.bool_],
     spec: TeacherSpec,
     workers: Workers,
     report: Callable[[Progress], None],
-) -> _Filled:
-    """Ask for the used rows that lack a column and commit them, each shard as soon as its last batch is back.
+) -> BuildCounts:
+    """Encode the used rows that lack a column; commit each shard after its last batch.
 
-    Token shards hold fewer rows and are written as soon as they are complete; they become true together with the
+    Token shards hold fewer rows and are written as soon as they are complete, but committed together with the
     vectors of their rows.
     """
-    filled = _Filled()
+    counts = BuildCounts()
     columns = view.tokens if spec.request is not None else None
     total = sum(map(len, missing_by_shard(view, used, spec.request)))
     progress = Progress(phase="encoding", total=total, cached=int(used.sum()) - total, space=view.space.describe())
     report(progress)
     if not total:
-        return filled
+        return counts
     shard_rows = view.vectors.shard_rows
-    shards: dict[int, OpenShard] = {}
+    shards: dict[int, PendingShard] = {}
     batch_rows: dict[int, npt.NDArray[np.int64]] = {}
     started = committed = time.monotonic()
+    # Time and tokens of the previous commit: each shard records what it took.
     cost_from, tokens_from = started, 0
 
-    def opened() -> Iterator[npt.NDArray[np.int64]]:
+    def parts() -> Iterator[npt.NDArray[np.int64]]:
         for rows in missing_by_shard(view, used, spec.request):
-            shard = shards[int(rows[0] // shard_rows)] = OpenShard(len(rows))
+            shard = shards[int(rows[0] // shard_rows)] = PendingShard(len(rows))
             if columns is None:
                 yield rows
                 continue
-            numbers, counts = np.unique(rows // columns.shard_rows, return_counts=True)
-            shard.tokens = {int(n): OpenTokens(int(count)) for n, count in zip(numbers, counts, strict=True)}
-            yield from np.split(rows, np.cumsum(counts)[:-1])
+            numbers, sizes = np.unique(rows // columns.shard_rows, return_counts=True)
+            shard.tokens = {int(n): PendingTokens(int(size)) for n, size in zip(numbers, sizes, strict=True)}
+            yield from np.split(rows, np.cumsum(sizes)[:-1])
 
     def commit(number: int) -> None:
         nonlocal cost_from, tokens_from
         shard = shards[number]
-        for part, pending in shard.tokens.items():
-            if columns is not None:
+        if columns is not None:
+            for part, pending in shard.tokens.items():
                 shard.written += pending.write(columns, part)
         now = time.monotonic()
-        _, refused = view.write(
+        _, quarantined = view.write(
             number,
             np.concatenate([np.empty(0, dtype=np.int64), *shard.rows]),
             np.concatenate([np.empty((0, view.dims), dtype=np.float32), *shard.vectors]),
-            tokens=filled.tokens - tokens_from,
+            tokens=counts.tokens - tokens_from,
             seconds=now - cost_from,
             also=shard.written,
         )
-        cost_from, tokens_from = now, filled.tokens
+        cost_from, tokens_from = now, counts.tokens
         shard.rows.clear()
         shard.vectors.clear()
         shard.written.clear()
-        filled.refused |= refused.keys()
-        progress.quarantined = len(filled.refused)
+        counts.quarantined |= quarantined.keys()
+        progress.quarantined = len(counts.quarantined)
 
-    # Closed here even after an error: workers of other processes must not outlive the build.
-    with closing(workers.encode(spec, batches(table, opened(), batch_rows, spec, BATCH_ROWS))) as answers:
-        for number, encoded in answers:
+    # Closed after errors, too: workers in other processes must not outlive the build.
+    with closing(workers.encode(spec, batches(table, parts(), batch_rows, spec, BATCH_ROWS))) as results:
+        for number, encoded in results:
             rows = batch_rows.pop(number)
             shard_number = int(rows[0] // shard_rows)
             shard = shards[shard_number]
@@ -356,36 +383,29 @@ def _fill(
             else:
                 new, vectors = new_vectors(table, view, rows, encoded.vectors)
                 part = int(rows[0] // columns.shard_rows)
-                taken = shard.tokens[part].take(columns, rows, encoded, spec)
-                filled.refused |= taken.refused
-                filled.token_texts += taken.texts
-                filled.token_bytes += taken.bytes
+                added = shard.tokens[part].add(columns, rows, encoded, spec)
+                counts.quarantined |= added.quarantined
+                counts.token_texts += added.texts
+                counts.token_bytes += added.bytes
                 if shard.tokens[part].waiting == 0:
                     shard.written += shard.tokens.pop(part).write(columns, part)
             if len(new):
                 shard.rows.append(new)
                 shard.vectors.append(vectors)
             shard.waiting -= len(rows)
-            _count(filled, encoded)
-            del encoded  # what was said token by token, before the next batch comes
+            counts.add(encoded)
+            del encoded  # frees the token outputs before the next batch
             if shard.waiting == 0:
                 commit(shard_number)
                 del shards[shard_number]
                 committed = time.monotonic()
             elif time.monotonic() - committed > COMMIT_SECONDS:
-                for unfinished in [key for key, open_shard in shards.items() if open_shard.begun]:
+                for unfinished in [key for key, pending in shards.items() if pending.has_data]:
                     commit(unfinished)
                 committed = time.monotonic()
             progress.done += len(rows)
-            progress.tokens = filled.tokens
-            progress.tokens_per_second = filled.tokens / (time.monotonic() - started)
+            progress.tokens = counts.tokens
+            progress.tokens_per_second = counts.tokens / (time.monotonic() - started)
             progress.bytes += len(rows) * view.encoding.row_bytes(view.dims)
             report(progress)
-    return filled
-
-
-def _count(filled: _Filled, encoded: Encoded) -> None:
-    filled.asked += len(encoded.vectors)
-    filled.truncated += int(encoded.truncated.sum())
-    filled.repaired += int(encoded.repaired.sum())
-    filled.tokens += int(encoded.tokens.sum())
+    return counts

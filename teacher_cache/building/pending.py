@@ -1,4 +1,4 @@
-"""What a build asks for next, and what has come back and is not true yet."""
+"""What a build encodes next, and its results that are not committed yet."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,108 +16,125 @@ from teacher_cache.teachers.base import Encoded, TeacherSpec
 from teacher_cache.tokens.request import TokenRequest
 from teacher_cache.tokens.token_columns import StoredTokens, TokenColumns
 
-# What a worker may say of a batch token by token, in float32: two batches of it are in memory, with Ray two an actor.
+# Most float32 token output of a batch. Two batches are in memory at once, with Ray two for each actor.
 BATCH_BYTES = 128 * 2**20
-# Bytes of a text that make one token, rather too few: batches are cut before anything is tokenized.
+# Bytes of text per token, estimated low: batches are cut before anything is tokenized.
 TOKEN_BYTES = 3
 
 
 @dataclass
-class OpenShard:
-    """Vectors of one shard that are not committed yet, and what of its token shards is durable and not true yet."""
+class PendingShard:
+    """Vectors of one shard that are not committed yet.
+
+    Attributes:
+        waiting: rows whose vectors have not come back.
+        written: changes of durable token shards, committed together with the vectors.
+        tokens: unwritten token shards by number.
+    """
 
     waiting: int
     rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
     vectors: list[npt.NDArray[np.float32]] = field(default_factory=list)
     written: list[Change] = field(default_factory=list)
-    tokens: dict[int, "OpenTokens"] = field(default_factory=dict)
+    tokens: dict[int, "PendingTokens"] = field(default_factory=dict)
 
     @property
-    def begun(self) -> bool:
-        return bool(self.rows or self.written or any(part.begun for part in self.tokens.values()))
+    def has_data(self) -> bool:
+        return bool(self.rows or self.written or any(part.has_data for part in self.tokens.values()))
 
 
 @dataclass
-class OpenTokens:
-    """Token columns of one shard of theirs that are not written yet, by row."""
+class PendingTokens:
+    """Token columns of one token shard that are not written yet, by row.
+
+    Attributes:
+        waiting: rows whose tokens have not come back.
+        quarantined: reasons by row.
+    """
 
     waiting: int
     stored: dict[int, StoredTokens] = field(default_factory=dict)
     errors: dict[int, float] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
+    quarantined: dict[int, str] = field(default_factory=dict)
 
     @property
-    def begun(self) -> bool:
-        return bool(self.stored or self.refused)
+    def has_data(self) -> bool:
+        return bool(self.stored or self.quarantined)
 
-    def take(self, columns: TokenColumns, rows: npt.NDArray[np.int64], encoded: Encoded, spec: TeacherSpec) -> "Taken":
-        """Convert what the teacher said of rows to what is stored, at once: it takes half the memory or less."""
+    def add(
+        self, columns: TokenColumns, rows: npt.NDArray[np.int64], encoded: Encoded, spec: TeacherSpec
+    ) -> "AddedTokens":
+        """Add the tokens of one batch in their storage encoding, which takes at most half the memory.
+
+        Raises:
+            TeacherError: the teacher returned no tokens.
+        """
         if encoded.by_token is None or len(encoded.by_token) != len(rows):
-            raise TeacherError(f"{spec.space.teacher} was asked for tokens of {len(rows)} texts and gave none")
+            raise TeacherError(f"{spec.space.teacher} returned no token columns for {len(rows)} texts")
         attention = spec.request is not None and spec.request.attention is not None
         checked = columns.check(encoded.by_token, attention=attention)
-        # Of texts that lack their vector or their attention alone.
-        states_there, all_there = columns.present(rows), columns.present(rows, attention)
-        taken = Taken()
+        # Some texts lack only their vector or only their attention.
+        has_states, has_all = columns.present(rows), columns.present(rows, attention)
+        added = AddedTokens()
         self.waiting -= len(rows)
         for place, row in enumerate(rows.tolist()):
-            if all_there[place]:
+            if has_all[place]:
                 continue
             if place in checked.refused:
-                self.refused[row] = checked.refused[place]
-                taken.refused.add(row)
+                self.quarantined[row] = checked.refused[place]
+                added.quarantined.add(row)
                 continue
             self.stored[row] = stored = checked.stored[place]
             self.errors[row] = checked.errors[place]
-            taken.texts += 1
-            taken.bytes += len(stored.attention or b"") if states_there[place] else stored.bytes
-        return taken
+            added.texts += 1
+            added.bytes += len(stored.attention or b"") if has_states[place] else stored.bytes
+        return added
 
     def write(self, columns: TokenColumns, number: int) -> list[Change]:
-        """Make durable what is there, and let go of it."""
-        changes = columns.write(number, self.stored, self.errors, self.refused) if self.begun else []
-        self.stored, self.errors, self.refused = {}, {}, {}
+        """Write the tokens to token shard `number`, clear them, and return the changes to commit."""
+        changes = columns.write(number, self.stored, self.errors, self.quarantined) if self.has_data else []
+        self.stored, self.errors, self.quarantined = {}, {}, {}
         return changes
 
 
 @dataclass
-class Taken:
-    """What came of one batch's tokens: how many texts and bytes will be written, and the rows that were refused."""
+class AddedTokens:
+    """New token columns of one batch: texts, bytes, and rows that were quarantined."""
 
     texts: int = 0
     bytes: int = 0
-    refused: set[int] = field(default_factory=set)
+    quarantined: set[int] = field(default_factory=set)
 
 
 def new_vectors(
     table: TeacherCache, view: SpaceView, rows: npt.NDArray[np.int64], vectors: npt.NDArray[np.float32]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The rows that have no vector yet, and theirs; those that are there stay.
+    """Rows that have no vector yet, and their vectors.
 
     Raises:
-        SpaceMismatch: one that is there is not what the teacher says now.
+        SpaceMismatch: a stored vector differs from the new one.
     """
-    held = view.present(rows)
-    if held.any():
-        stored, said = view.gather(rows[held]), vectors[held]
-        wrong = disagreeing(stored, said)
+    present = view.present(rows)
+    if present.any():
+        stored, encoded = view.gather(rows[present]), vectors[present]
+        wrong = disagreeing(stored, encoded)
         if len(wrong):
             place = wrong[0]
-            (text,) = table.texts(rows[held][place : place + 1])
+            (text,) = table.texts(rows[present][place : place + 1])
             raise SpaceMismatch(
-                f"the teacher says something else of {excerpt(text)} than space {view.slug} holds: "
-                f"{difference(stored[place], said[place])}; its token columns would be another teacher's: build into "
-                "another cache"
+                f"the teacher's vector of {excerpt(text)} differs from the one in space {view.slug}: "
+                f"{difference(stored[place], encoded[place])}; its token columns would be another teacher's: build "
+                "into another cache"
             )
-    return rows[~held], vectors[~held]
+    return rows[~present], vectors[~present]
 
 
 def missing_by_shard(
     view: SpaceView, used: npt.NDArray[np.bool_], request: TokenRequest | None
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """The used rows that lack a column that is wanted and were not refused it, ascending, a shard at a time.
+    """Used rows that lack a requested column and are not quarantined, ascending, one array per shard.
 
-    A text whose vector was refused is not asked for its tokens either.
+    Rows without a vector because it was quarantined get no tokens either.
     """
     shard_rows = view.vectors.shard_rows
     for first in range(0, len(used), shard_rows):
@@ -137,15 +154,15 @@ def batches(
     spec: TeacherSpec,
     size: int,
 ) -> Iterator[list[str]]:
-    """Texts of the missing rows, part by part; within a part sorted by length, so batches pad little.
+    """Batches of texts of the missing rows, part by part; sorted by length within a part, to reduce padding.
 
     Args:
-        batch_rows: the rows of each batch by its number, noted before its texts are handed out.
-        size: most texts of a batch; where tokens are asked for, `BATCH_BYTES` bounds it too.
+        batch_rows: filled with the rows of each batch, by batch number, before its texts are yielded.
+        size: most texts of a batch. Batches with tokens are also bounded by `BATCH_BYTES`.
     """
     shape = None if spec.request is None else token_shape(spec)
     layers = 0 if spec.request is None else len(spec.request.attention or ())
-    handed_out = 0
+    number = 0
     for rows in parts:
         texts = table.texts(rows)
         order = np.argsort([len(text) for text in texts], kind="stable")
@@ -155,9 +172,9 @@ def batches(
             if shape is not None:
                 sizes = np.array([len(texts[place].encode()) for place in chosen.tolist()])
                 tokens = np.minimum(spec.space.max_length, 2 + sizes / TOKEN_BYTES)
-                said = np.cumsum(4 * tokens * (shape.width + layers * tokens))
-                chosen = chosen[: max(1, int(np.searchsorted(said, BATCH_BYTES, side="right")))]
-            batch_rows[handed_out] = rows[chosen]
-            handed_out += 1
+                token_bytes = np.cumsum(4 * tokens * (shape.width + layers * tokens))
+                chosen = chosen[: max(1, int(np.searchsorted(token_bytes, BATCH_BYTES, side="right")))]
+            batch_rows[number] = rows[chosen]
+            number += 1
             start += len(chosen)
             yield [texts[place] for place in chosen.tolist()]

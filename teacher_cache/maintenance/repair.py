@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.corpus.corpus import Corpus
+from teacher_cache.corpus.sources import MEMORY, STDIN
 from teacher_cache.errors import CacheNotFound, DamagedCache, KnownError
 from teacher_cache.maintenance.inspection import Damage, Inspection, wrong_domains
 from teacher_cache.maintenance.metadata import restore_metadata
@@ -34,7 +35,6 @@ from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES
 DAMAGED = "damaged"
 # Text shards that are restored in one pass over the corpus files: their texts are in memory together.
 SHARDS_AT_A_TIME = 128
-STDIN = "stdin"
 FROM_A_COPY = "no shard proves what its zarr.json was: put that back from a copy"
 AS_WRITTEN = "nothing is thrown away, as this is what was written; `tcache verify --teacher T` compares it"
 REINDEX = "`tcache reindex` makes the index anew from the texts and their keys"
@@ -261,6 +261,7 @@ class _Mending:
     def _row_list(self, damage: Damage) -> None:
         record = self.cache.corpora()[damage.array.partition("/")[2]]
         names = [source.name for source in record.sources]
+        files = not {STDIN, MEMORY} & set(names)
         unread = ""
         try:
             if self._make_list(Corpus.open([_file(name) for name in names], record.columns, record.domain_key), record):
@@ -273,10 +274,10 @@ class _Mending:
             self._done(damage, "made again from --corpus", record.records)
             return
         domains = f" --domain-key {record.domain_key}" if record.domains else ""
-        command = (
-            f"`tcache build {' '.join(names)} --text-key {','.join(record.columns)}{domains} --teacher T --name "
-            f"{record.name} --cache {self.cache.path}`"
-        )
+        given = f"{' '.join(names)} --text-key {','.join(record.columns)}{domains}" if files else "CORPUS"
+        command = f"`tcache build {given} --teacher T --name {record.name} --cache {self.cache.path}`"
+        if not files:
+            command = f"pass its texts as `corpus`; or {command}"
         self._left(damage, f"{command} makes it again and encodes nothing that is there{unread}", record.records)
 
     def _make_list(self, corpus: Corpus, record: CorpusRecord) -> bool:
@@ -411,6 +412,8 @@ def _file(name: str) -> str:
     """
     if name == STDIN:
         raise CacheNotFound("standard input cannot be read again")
+    if name == MEMORY:
+        raise CacheNotFound("these texts came from memory and cannot be read again")
     if not Path(name).exists():
         raise CacheNotFound(f"{name} is gone")
     return name

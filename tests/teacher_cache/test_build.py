@@ -154,7 +154,7 @@ def test_without_a_name_a_corpus_never_takes_the_place_of_one_from_another_file(
         return build(Corpus.open([tmp_path / file for file in files]), TOY, path)
 
     assert unnamed("a/t.txt").corpus == "t"
-    with pytest.raises(CacheError, match=r"corpus 't' of .* came from .*a/t\.txt, this one from .*b/t\.txt; .*--name"):
+    with pytest.raises(CacheError, match=r"corpus 't' of .* came from .*a/t\.txt, this one from .*b/t\.txt; .*`name`"):
         unnamed("b/t.txt")
     with TeacherCache.open(path) as cache:
         assert cache.texts(cache.corpus("t").rows[:, 0]) == ["a"]

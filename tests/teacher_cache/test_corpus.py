@@ -449,7 +449,7 @@ def test_a_damaged_saved_dataset_is_refused(tmp_path: Path) -> None:
 
 def test_two_keys_are_refused_for_a_text_file_when_opening(tmp_path: Path) -> None:
     path = write(tmp_path / "c.txt", b"a\n")
-    with pytest.raises(CorpusError, match=r"text_key asks for 2 \('a', 'b'\)"):
+    with pytest.raises(CorpusError, match=r"`text_key` names 2 \('a', 'b'\)"):
         Corpus.open([path], "a,b")
 
 
@@ -623,7 +623,7 @@ def test_stdin_faults_name_stdin_and_the_line(monkeypatch: pytest.MonkeyPatch) -
     feed_stdin(monkeypatch, b'\n{"text": "a"}\n{"text": 1}\n')
     assert refusal(["-"]).startswith("stdin:3: 'text' is a number")
     feed_stdin(monkeypatch, b"plain\n")
-    assert "text_key asks for 2" in refusal(["-"], "a,b")
+    assert "`text_key` names 2" in refusal(["-"], "a,b")
 
 
 def test_stdin_cannot_be_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:

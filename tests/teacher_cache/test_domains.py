@@ -157,11 +157,11 @@ def test_an_absent_domain_is_refused_where_it_is_absent(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "c.jsonl"
     path.write_text('{"text": "x", "source": "a"}\n{"text": "y"}\n')
-    assert_matches(refusal(path), r":2: no key 'source', found 'text'; name the right key with domain_key")
+    assert_matches(refusal(path), r":2: no key 'source', found 'text'; name the right key with `domain_key`")
     (tmp_path / "c.csv").write_text("text,source\nx,a\ny,\n")
     assert_matches(refusal(tmp_path / "c.csv"), "c.csv:3: 'source' is empty")
     assert_matches(
-        refusal(tmp_path / "c.csv", "origin"), "no column 'origin', .* name the right column with domain_key"
+        refusal(tmp_path / "c.csv", "origin"), "no column 'origin', .* name the right column with `domain_key`"
     )
     parquet.write_table(pyarrow.table({"text": ["x", "y"], "source": ["a", None]}), tmp_path / "c.parquet")
     assert_matches(refusal(tmp_path / "c.parquet"), "c.parquet: row 2: 'source' is null")
@@ -187,7 +187,7 @@ def test_a_text_file_has_no_domains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("key", ["", "text"])
 def test_a_domain_key_names_another_column_than_the_text(tmp_path: Path, key: str) -> None:
-    with pytest.raises(CorpusError, match="expected the name of another column"):
+    with pytest.raises(CorpusError, match="expected the name of a column that is not"):
         Corpus.open(jsonl(tmp_path / "c.jsonl"), domain_key=key)
 
 

@@ -196,7 +196,7 @@ def test_another_teacher_under_the_same_name_is_refused_in_one_line(tmp_path: Pa
     built(tmp_path, TEXTS, teacher=Changeable.options(switch))
     switch.touch()
     with pytest.raises(
-        SpaceMismatch, match=r"says something else of 'text .* than space .* holds: 1 - cos .*build into"
+        SpaceMismatch, match=r"vector of 'text .* differs from the one in space .*: 1 - cos .*build into"
     ):
         token_cache(tmp_path, TEXTS, teacher=Changeable.options(switch))
     path = tmp_path / "cache"
@@ -207,7 +207,7 @@ def test_another_teacher_under_the_same_name_is_refused_in_one_line(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("teacher", "message"), [(OtherWidth, "gave tokens of shapes"), (Silent, "was asked for tokens of 4 texts")]
+    ("teacher", "message"), [(OtherWidth, "gave tokens of shapes"), (Silent, "returned no token columns for 4 texts")]
 )
 def test_a_teacher_that_breaks_its_promise_is_told_and_leaves_no_columns(
     tmp_path: Path, teacher: type[Variant], message: str
