@@ -254,7 +254,7 @@ def test_a_build_from_memory_does_not_replace_a_corpus_from_a_file_by_default(tm
 
 
 def test_a_name_that_is_no_name_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match="cannot name a corpus"):
+    with pytest.raises(CacheError, match="is not a corpus name"):
         build(Corpus.from_texts(["a"], name="../a"), teacher="toy", cache=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 

@@ -141,9 +141,9 @@ def test_layers_are_those_that_are_held_or_the_last(tmp_path: Path) -> None:
     path, _ = token_cache(tmp_path, TEXTS[:3], tokens=TokenRequest(attention=()))
     assert columns_of(opened(path)).record.attention == (3,)
     built(tmp_path, TEXTS[:5], tokens=TokenRequest(attention=()))
-    with pytest.raises(CacheError, match="keeps attention of layers 3, not 1,3; leave --attention-layers out"):
+    with pytest.raises(CacheError, match="has attention maps of layers 3, not 1,3; leave `attention_layers` out"):
         built(tmp_path, TEXTS, tokens=LAYERS)
-    with pytest.raises(CacheError, match="keeps tokens as float16, not int8; leave --token-storage out"):
+    with pytest.raises(CacheError, match="has tokens as float16, not int8; leave `token_storage` out"):
         built(tmp_path, TEXTS, tokens=STATES_ONLY, token_storage="int8")
     assert verify(path, deep=True).ok
 
