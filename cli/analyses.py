@@ -24,7 +24,7 @@ def analyze(runs: tuple[Path, ...], analyses: str | None, sets: tuple[str, ...],
     RUN is a run folder, or a folder of run folders. What was made is printed, also if another analysis or run fails.
     """
     from distill.analyses.base import analyze as look_into
-    from distill.config import read_overrides
+    from distill.config.reading import read_overrides
     from distill.report.comparison import run_folders
 
     names, options = analyses.split(",") if analyses else None, read_overrides(sets, {})

@@ -11,7 +11,7 @@ from distill.errors import ConfigError
 Kind = TypeVar("Kind")
 
 
-def find(name: str, table: Mapping[str, str], noun: str, base: type[Kind]) -> type[Kind]:
+def load_class(name: str, table: Mapping[str, str], noun: str, base: type[Kind]) -> type[Kind]:
     """The class behind a name of `table`, or behind "package.module:Class", which needs no line there.
 
     Args:

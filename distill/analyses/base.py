@@ -12,7 +12,7 @@ from distill.analyses import ANALYSES
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError, NeedsNotMet, RunFolderError, StudentError
 from distill.evaluation.encoders import CachedEncoder
-from distill.registry import construct, find
+from distill.registry import construct, load_class
 from distill.run_folder import ANALYSES as FOLDER
 from teacher_cache.errors import CacheError
 from teacher_cache.storage.files import atomic_write
@@ -118,7 +118,7 @@ def analyze(
     Raises:
         KnownError: an unknown name or option, or a run that lacks what is asked about by name.
     """
-    chosen = {name: find(name, ANALYSES, "analysis", Analysis) for name in names or ANALYSES}  # type: ignore[type-abstract]
+    chosen = {name: load_class(name, ANALYSES, "analysis", Analysis) for name in names or ANALYSES}  # type: ignore[type-abstract]
     if names is None and data is None and retrieval is None:
         left_out = [name for name, kind in chosen.items() if kind.needs_tasks]
         announce(f"without --data or --retrieval these are left out: {', '.join(left_out)}")

@@ -35,7 +35,7 @@ from distill.analyses.trained_run import TrainedRun
 from distill.errors import EvaluationError, NonFiniteLoss
 from distill.sharpness.ascent import SharpnessAware
 from distill.sharpness.hessian import DoubleBackward, GradientDifferences, Hessian, lanczos, power_iteration
-from distill.training.checkpoints import STATE, step_of
+from distill.training.checkpoints import STATE, checkpoint_step
 from distill.training.trainer import Distillation
 
 SIDES = {"student": "of the student's parameters", "with_heads": "with the heads'"}
@@ -108,7 +108,7 @@ class Curvature(Analysis):
                 raise EvaluationError(f"{run.folder} has too few training records to measure its loss on; it takes 2")
             state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
             point = {
-                "step": step_of(checkpoint),
+                "step": checkpoint_step(checkpoint),
                 "epoch": round(float(state["epoch"]), 4),
                 **self.measure(model, batches),
             }

@@ -28,7 +28,7 @@ from distill.evaluation.base import QUERY, TEACHER_DOCUMENT, TEXT, Encoder, Repo
 from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
 from distill.evaluation.retrieval import retrieval_tasks
 from distill.training.arguments import LINEAR_CYCLES
-from distill.training.checkpoints import STATE, step_of
+from distill.training.checkpoints import STATE, checkpoint_step
 from distill.training.trainer import Distillation, ProjectedStudent
 from teacher_cache.errors import optional_import
 
@@ -77,7 +77,7 @@ class Margin(Analysis):
             student = in_teacher_space(run.load(checkpoint))
             epoch, skipped = self._place(checkpoint, run)
             point = {
-                "step": step_of(checkpoint),
+                "step": checkpoint_step(checkpoint),
                 "epoch": round(epoch, 4),
                 "error": approximation_error(student.encode(texts), teacher),
                 "score": scores.student(student),

@@ -15,8 +15,8 @@ from distill.config import RunConfig, StudentConfig
 from distill.errors import RunFolderError
 from distill.run_folder import CONFIG, FINAL, RECORD, is_finished, read_record
 from distill.student.student import Student, student_shape
-from distill.training.checkpoints import WEIGHTS, step_of, whole_checkpoints
-from distill.training.method import build_objective, held_out_digest, held_out_rows, require_held_out, settled
+from distill.training.checkpoints import WEIGHTS, checkpoint_step, complete_checkpoints
+from distill.training.method import build_objective, check_held_out, held_out_digest, held_out_rows, with_recorded_names
 from distill.training.targets import Targets
 from distill.training.trainer import Distillation
 from teacher_cache.errors import CacheNotFound
@@ -71,7 +71,7 @@ class TrainedRun:
         record = read_record(folder)
         if record is None:
             raise RunFolderError(f"{folder} holds no run ({RECORD} is missing); name what `distill run` wrote")
-        config = settled(folder, RunConfig.load(folder / CONFIG))
+        config = with_recorded_names(folder, RunConfig.load(folder / CONFIG))
         # Settings name the cache as seen from where the run was started, the record by its whole path.
         place = str(cache or record["cache"])
         try:
@@ -107,7 +107,7 @@ class TrainedRun:
         Raises:
             RunFolderError: there is none.
         """
-        found = whole_checkpoints(self.folder, self.record.get("processes", 1))
+        found = complete_checkpoints(self.folder, self.record.get("processes", 1))
         if not found:
             raise RunFolderError(f"{self.folder} has no whole checkpoint; train with training.save_total_limit >= 1")
         return found
@@ -169,12 +169,12 @@ class TrainedRun:
 
     def _exported(self) -> Path:
         found = self.checkpoints()
-        step = (self.record.get("exported") or {}).get("step", step_of(found[-1]))
-        exported = [path for path in found if step_of(path) == step]
+        step = (self.record.get("exported") or {}).get("step", checkpoint_step(found[-1]))
+        exported = [path for path in found if checkpoint_step(path) == step]
         if not exported:
             raise RunFolderError(
                 f"{self.folder} exported the student of step {step}, whose checkpoint is not there any more; it has "
-                f"those of {', '.join(str(step_of(path)) for path in found)}"
+                f"those of {', '.join(str(checkpoint_step(path)) for path in found)}"
             )
         return exported[0]
 
@@ -203,5 +203,5 @@ class TrainedRun:
 
     def _held_out(self, skipped: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         rows = held_out_rows(self.config, self.manifest, self.cache.rows, without=skipped)
-        require_held_out(self.folder, self.record, held_out_digest(self.cache, rows))
+        check_held_out(self.folder, self.record, held_out_digest(self.cache, rows))
         return rows

@@ -85,8 +85,8 @@ class TimedTrainer(DistillTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        # The first pass of a sharpness-aware step may come through here too; the second is told by `ascending`.
-        if self._before_second_pass and not self.ascending:
+        # The first pass of a sharpness-aware step may come through here too; the second is told by `in_second_pass`.
+        if self._before_second_pass and not self.in_second_pass:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._before_second_pass:
             self.timer.mark(FIRST_PASS)

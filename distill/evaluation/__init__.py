@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from distill.registry import find
+from distill.registry import load_class
 
 if TYPE_CHECKING:
     from distill.evaluation.base import Task
@@ -27,4 +27,4 @@ def load_task(kind: str) -> "type[Task]":
     """
     from distill.evaluation.base import Task
 
-    return find(kind, TASKS, "kind of task", Task)  # type: ignore[type-abstract]
+    return load_class(kind, TASKS, "kind of task", Task)  # type: ignore[type-abstract]

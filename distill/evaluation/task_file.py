@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distill.config import read_yaml
+from distill.config.reading import read_yaml
 from distill.errors import ConfigError, EvaluationError
 from distill.evaluation import load_task
 from distill.evaluation.base import Task, refuse_unknown

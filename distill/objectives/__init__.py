@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from distill.registry import find
+from distill.registry import load_class
 from teacher_cache.errors import optional_import
 
 if TYPE_CHECKING:
@@ -31,4 +31,4 @@ def load_objective(name: str) -> "type[Objective]":
     with optional_import(f"objective {name!r}"):
         from distill.objectives.base import Objective
 
-        return find(name, OBJECTIVES, "objective", Objective)  # type: ignore[type-abstract]
+        return load_class(name, OBJECTIVES, "objective", Objective)  # type: ignore[type-abstract]

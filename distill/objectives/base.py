@@ -205,9 +205,9 @@ class Objective(nn.Module):
     # Whether the student's own vectors are trained to be the teacher's, without a projection in between.
     in_teacher_space: bool = False
     # Epochs in which the objective's own projections learn alone, before the student does.
-    student_from: float = 0.0
+    head_only_epochs: float = 0.0
     # Whether it leaves some of the student's parameters without a gradient, always.
-    reaches_part: bool = False
+    has_unused_parameters: bool = False
 
     @abstractmethod
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:

@@ -164,7 +164,7 @@ class EMO(Objective):
             if self.otis_weight:
                 self.to_student = nn.Linear(width, student.dim, bias=False)
         # Attention maps alone depend on neither the values of the last compared block nor anything behind it.
-        self.reaches_part = not self.simcse_weight and not self.otis_weight
+        self.has_unused_parameters = not self.simcse_weight and not self.otis_weight
         self.needs = Needs(
             views=2 if alpha else 1,
             tokens=by_token,

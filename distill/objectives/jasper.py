@@ -77,7 +77,7 @@ class Jasper(Objective):
     needs = Needs()
     terms = ("cosine", "similarity", "triplet", "simcse")
     second_view_terms = frozenset({"simcse"})
-    student_from = 2.0
+    head_only_epochs = 2.0
     presets: ClassVar[dict[str, dict[str, object]]] = {
         "paper": {"bias": True},
         "talas-port": {
@@ -148,7 +148,7 @@ class Jasper(Objective):
         self.simcse_weight, self.temperature, self.mask_duplicates = simcse_weight, temperature, mask_duplicates
         self.margin = margin
         self.needs = Needs(views=2 if simcse_weight else 1)
-        self.student_from, self.in_stage_one = float(stage_one_epochs), False
+        self.head_only_epochs, self.in_stage_one = float(stage_one_epochs), False
         self.prefixes = sorted({width for width in prefixes if width < teacher.dim}, reverse=True)
         self.head = nn.Linear(student.dim, teacher.dim, bias=bias)
         related = matryoshka == "heads" and (similarity_weight or triplet_weight)
@@ -158,7 +158,7 @@ class Jasper(Objective):
 
     def advance(self, epoch: float) -> None:
         """Stage one lasts until `stage_one_epochs`; before the first call all learn."""
-        self.in_stage_one = epoch < self.student_from
+        self.in_stage_one = epoch < self.head_only_epochs
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
         """The weighted terms, float32 scalars, whatever the autocast state around."""

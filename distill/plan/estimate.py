@@ -14,7 +14,7 @@ from distill.plan.devices import CPU, GPUS, Device, this_processor
 from distill.plan.lengths import Lengths, corpus_lengths
 from distill.plan.models import Model, student_model, teacher_model
 from distill.plan.step import Trace, trace
-from distill.training.memory import segments_grow
+from distill.training.memory import uses_expandable_segments
 from distill.training.targets import Targets
 from teacher_cache.table.cache import TeacherCache
 
@@ -368,7 +368,7 @@ def _assumptions(question: _Question) -> Iterator[str]:
         yield "GPUs compute attention with torch's memory-efficient kernel, which keeps no attention maps"
     else:
         yield "GPUs compute attention step by step, and keep its maps (eager)"
-    if segments_grow(question.config.training):
+    if uses_expandable_segments(question.config.training):
         yield "a GPU's memory is taken in segments that grow (expandable_segments:True)"
     yield "an epoch has every record: held-out ones, and a last batch that is dropped, are not taken off"
     yield "the driver's own memory on a GPU, and Python's on a processor, come on top"

@@ -18,7 +18,7 @@ from distill.plan.models import Model
 from distill.plan.tracker import Operation, Tracker
 from distill.sharpness import SharpnessAware
 from distill.training.arguments import training_arguments
-from distill.training.memory import save_memory, segments_grow
+from distill.training.memory import save_memory, uses_expandable_segments
 from distill.training.method import build_objective, build_sharpness
 from distill.training.trainer import Distillation, DistillTrainer
 
@@ -85,7 +85,7 @@ def trace(
     Raises:
         KnownError: an objective or a sharpness that cannot be built of these settings.
     """
-    allocator = CachingAllocator(segments_grow(config.training)) if device == "cuda" else None
+    allocator = CachingAllocator(uses_expandable_segments(config.training)) if device == "cuda" else None
     tracker = Tracker(BLOCK[device], allocator)
     # fp16 would be refused on a machine without a GPU; here the precision is autocast's business alone.
     training = replace(config.training, precision="fp32", optim=_torch_optimiser(config.training.optim))

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill.config import RunConfig, build_config
+from distill.config import RunConfig
+from distill.config.reading import build_config
 from teacher_cache.errors import KnownError
 
 if TYPE_CHECKING:

@@ -30,15 +30,15 @@ from distill.student.student import Student, student_shape
 from distill.training.arguments import training_arguments
 from distill.training.assembly import Assembly
 from distill.training.callbacks import TrainingProgress, ValidationReport
-from distill.training.checkpoints import last_checkpoint, step_of, whole_checkpoints
+from distill.training.checkpoints import checkpoint_step, complete_checkpoints, last_checkpoint
 from distill.training.method import (
     build_objective,
     build_sharpness,
+    check_held_out,
     held_out_digest,
     held_out_rows,
     learned_projection,
-    require_held_out,
-    settled,
+    with_recorded_names,
 )
 from distill.training.targets import Targets
 from distill.training.trainer import DistillTrainer, check_disk_space
@@ -110,10 +110,10 @@ def run(
         raise ConfigError(f"{'cache' if not config.cache else 'output_dir'} is not set; name it in the YAML or flags")
     folder = Path(config.output_dir)
     _check_settings(folder, config)
-    config = settled(folder, config)
-    validation = Validation.of(config.evaluation)
+    config = with_recorded_names(folder, config)
+    validation = Validation.from_config(config.evaluation)
     files = None if validation is None else {"files": validation.read()}
-    if resume and not whole_checkpoints(folder):
+    if resume and not complete_checkpoints(folder):
         raise RunFolderError(f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin")
     with TeacherCache.open(config.cache) as cache:
         made = Assembly.load(config, cache)
@@ -134,13 +134,13 @@ def run(
         if leads:
             _write(folder / CONFIG, config.to_yaml())
             _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
-        _announce(announce, record, len(dataset), step_of(checkpoint))
+        _announce(announce, record, len(dataset), checkpoint_step(checkpoint))
         before = _agreement(student, cache, space, held_out)
         if checkpoint is None or not trainer.restore(checkpoint):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         scored = points(trainer.state.log_history)
         taken = best(scored)["step"] if config.keeps_best else trainer.state.global_step
-        trainer.take(taken)
+        trainer.load_step(taken)
         student.cpu()
         projection = learned_projection(config, objective)
         record |= {
@@ -148,7 +148,7 @@ def run(
             "steps": trainer.state.global_step,
             "seconds": round(time.monotonic() - started, 3),
             "loss": next((line["loss"] for line in reversed(trainer.state.log_history) if "loss" in line), None),
-            "resumed_from": step_of(checkpoint),
+            "resumed_from": checkpoint_step(checkpoint),
             "cost": trainer.clock.cost(),
             "validation": files and files | _validated(config, scored),
             "agreement": before
@@ -215,8 +215,8 @@ def check_run(config: RunConfig) -> None:
         KnownError: as `run`.
     """
     config.check()
-    config = settled(Path(config.output_dir), config)
-    Validation.of(config.evaluation)
+    config = with_recorded_names(Path(config.output_dir), config)
+    Validation.from_config(config.evaluation)
     shape = student_shape(config.student)
     with TeacherCache.open(config.cache) as cache:
         targets, manifest = Targets(config, cache), cache.corpus(config.corpus)
@@ -334,7 +334,7 @@ def _same_run(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
         )
     if before.get("status") == "finished" and (folder / FINAL).is_dir():
         return before
-    require_held_out(folder, before, record["corpus"]["held_out_digest"])
+    check_held_out(folder, before, record["corpus"]["held_out_digest"])
     if record["precision"] != before.get("precision"):
         raise RunFolderError(
             f"{folder} was trained in {before.get('precision')}, this machine would go on in "

@@ -18,7 +18,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from distill.config import RunConfig, build_config, put, read_yaml
+from distill.config import RunConfig
+from distill.config.reading import build_config, put, read_yaml
 from distill.errors import ConfigError
 from distill.report.columns import setting, short_keys
 from distill.report.comparison import Comparison, compare, read_row

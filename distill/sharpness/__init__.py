@@ -74,7 +74,7 @@ PRESETS: dict[str, Preset] = {
     "norm-only": Preset({"rho": 0.05, **_STEPS}, {"scaling": "abs", "parameters": "norms"}),
     "norm-one-view": Preset(
         {"rho": 0.05, "every": 2},
-        {"scaling": "abs", "parameters": "norms", "climbs": AscentLoss(first_view=True)},
+        {"scaling": "abs", "parameters": "norms", "ascent_loss": AscentLoss(first_view=True)},
     ),
     "disam": Preset({"rho": 0.05, "parameters": "all", "variance_weight": 0.1, **_STEPS}, {"scaling": "none"}),
     # No ascent_terms: what is orthogonal to the gradient of a part of the loss is not orthogonal to descent.
@@ -119,9 +119,9 @@ def build_sharpness(
                 f"sharpness {option}: method {name!r} has no place for it; its options are {', '.join(preset.options)}"
             )
     settled = {**preset.options, **preset.fixed, **given}
-    climbs = _climbs(settled.pop("ascent_terms", None), settled.pop("variance_weight", 0.0))
-    if climbs is not None:
-        settled["climbs"] = climbs
+    ascent_loss = _climbs(settled.pop("ascent_terms", None), settled.pop("variance_weight", 0.0))
+    if ascent_loss is not None:
+        settled["ascent_loss"] = ascent_loss
     return preset.kind(chosen_parameters(model, settled.pop("parameters")), **settled)
 
 

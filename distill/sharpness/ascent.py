@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from distill.errors import ConfigError
 from distill.sharpness.ascent_loss import AscentLoss
-from distill.sharpness.parameters import kind
+from distill.sharpness.parameters import parameter_kind
 
 SCALINGS = ("none", "abs", "kwon")
 
@@ -80,7 +80,7 @@ class SharpnessAware:
         rho: float,
         eta: float = 0.0,
         every: int = 1,
-        climbs: AscentLoss | None = None,
+        ascent_loss: AscentLoss | None = None,
     ) -> None:
         """Take the parameters to perturb, all on one device; frozen ones are left out at each ascent.
 
@@ -104,7 +104,7 @@ class SharpnessAware:
             raise ConfigError(f"sharpness eta: only scaling 'kwon' uses it, found {eta!r} with {scaling!r}")
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ConfigError(f"sharpness every: expected a whole number from 1 on, found {every!r}")
-        self.scaling, self.rho, self.eta, self.every, self.climbs = scaling, rho, eta, every, climbs
+        self.scaling, self.rho, self.eta, self.every, self.ascent_loss = scaling, rho, eta, every, ascent_loss
         # A tied parameter listed under two names is moved once, under the first.
         self._names: dict[Tensor, str] = {}
         for name, parameter in named_parameters:
@@ -112,7 +112,7 @@ class SharpnessAware:
         self._backups: dict[Tensor, Tensor] = {}
         self._last_norms: tuple[list[Tensor], Tensor] | None = None
 
-    def begin(self, step: int) -> bool:
+    def begin_step(self, step: int) -> bool:
         """Told before every micro-batch which optimizer step, from 0 on, it is part of: does it have an ascent?"""
         return step % self.every == 0
 
@@ -154,7 +154,7 @@ class SharpnessAware:
     def perturbation_shares(self) -> dict[str, float]:
         """Share of ||eps||^2 of the last ascent by kind of parameter, largest first; they sum to 1.
 
-        Kinds: see `distill.sharpness.parameters.kind`. Empty before the first ascent and after one that moved
+        Kinds: see `distill.sharpness.parameters.parameter_kind`. Empty before the first ascent and after one that moved
         nothing. Waits for the device.
         """
         if self._last_norms is None:
@@ -166,7 +166,7 @@ class SharpnessAware:
             return {}
         shares: dict[str, float] = {}
         for parameter, square in zip(moved, squares.tolist(), strict=True):
-            its = kind(self._names[parameter], parameter)
+            its = parameter_kind(self._names[parameter], parameter)
             shares[its] = shares.get(its, 0.0) + square / total
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
@@ -183,7 +183,7 @@ class SharpnessAware:
         gradients = torch.autograd.grad(loss, candidates, allow_unused=True) if candidates else ()
         found = [(p, gradient) for p, gradient in zip(candidates, gradients, strict=True) if gradient is not None]
         # Half-precision products would underflow; for float32 this copies nothing.
-        return [parameter for parameter, _ in found], [wide(gradient) for _, gradient in found]
+        return [parameter for parameter, _ in found], [at_least_float32(gradient) for _, gradient in found]
 
     def _steps(self, loss: Tensor | None) -> tuple[Ascent, list[Tensor], list[Tensor], float]:
         """The ascent, the parameters that move, and directions of which eps is so many times the length.
@@ -222,7 +222,7 @@ class SharpnessAware:
 
     def _operators(self, parameters: list[Tensor]) -> list[Tensor]:
         """T per tensor. Under "abs" w itself: T enters a norm or twice, where the sign of w cancels."""
-        weights = [wide(parameter.detach()) for parameter in parameters]
+        weights = [at_least_float32(parameter.detach()) for parameter in parameters]
         if self.scaling == "abs":
             return weights
         operators = list(torch._foreach_abs(weights))
@@ -237,7 +237,7 @@ class SharpnessAware:
         return kept
 
 
-def wide(tensor: Tensor) -> Tensor:
+def at_least_float32(tensor: Tensor) -> Tensor:
     """In float32 if it is in half precision, else itself."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 

@@ -26,7 +26,7 @@ class AscentLoss:
     variance_weight: float = 0.0
     first_view: bool = False
 
-    def one_view(self, objective: Objective) -> bool:
+    def is_one_view(self, objective: Objective) -> bool:
         """Whether it can be had without the second encoding of the texts."""
         if self.first_view:
             return objective.needs.views > 1 and not objective.second_view_terms.issuperset(objective.terms)
@@ -34,7 +34,7 @@ class AscentLoss:
 
     def whole(self, objective: Objective) -> bool:
         """Whether the objective's whole loss is known beside it."""
-        return self.terms is None and not self.one_view(objective)
+        return self.terms is None and not self.is_one_view(objective)
 
     def inputs(self, objective: Objective, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A batch, without its second view where that is not needed: the first pass then encodes half as much.
@@ -42,7 +42,7 @@ class AscentLoss:
         Args:
             inputs: `input_ids` and `attention_mask` view by view, the rest by text.
         """
-        if not self.one_view(objective):
+        if not self.is_one_view(objective):
             return dict(inputs)
         texts = len(inputs["vectors"])
         return {**inputs, **{name: inputs[name][:texts] for name in ("input_ids", "attention_mask")}}

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from distill.errors import ConfigError, RunFolderError
-from distill.sharpness.ascent import Ascent, SharpnessAware, total_norm, wide
+from distill.sharpness.ascent import Ascent, SharpnessAware, at_least_float32, total_norm
 
 
 class LookSam(SharpnessAware):
     """SAM at every k-th step; in between the kept direction corrects plain gradients.
 
-    Call `attach` with the optimizer, and `begin` before every micro-batch. Memory beyond SAM's: one tensor for
+    Call `attach` with the optimizer, and `begin_step` before every micro-batch. Memory beyond SAM's: one tensor for
     each perturbed parameter, at least float32.
     """
 
@@ -63,7 +63,7 @@ class LookSam(SharpnessAware):
         self._optimizer: torch.optim.Optimizer | None = None
         self._hook: Any = None
 
-    def begin(self, step: int) -> bool:
+    def begin_step(self, step: int) -> bool:
         """Every k-th step ascends, and any step for which there is no direction."""
         if step != self._step:
             self._step = step
@@ -135,7 +135,7 @@ class LookSam(SharpnessAware):
             return
         vectors = list(kept.values())
         _sum_over_processes(vectors)
-        slopes = [wide(parameter.grad) for parameter in kept if parameter.grad is not None]
+        slopes = [at_least_float32(parameter.grad) for parameter in kept if parameter.grad is not None]
         # Both are made unit vectors first: a loss scale could carry their squares out of float32's range.
         torch._foreach_div_(vectors, total_norm(vectors))
         along = torch.stack([(u * g).sum() for u, g in zip(vectors, slopes, strict=True)]).sum()
@@ -149,7 +149,7 @@ class LookSam(SharpnessAware):
     def _correct(self) -> None:
         pairs = [(p.grad, kept) for p, kept in self._direction.items() if p.grad is not None]
         if pairs:
-            length = self.alpha * total_norm([wide(gradient) for gradient, _ in pairs])
+            length = self.alpha * total_norm([at_least_float32(gradient) for gradient, _ in pairs])
             for gradient, kept in pairs:
                 gradient.add_(kept * length)
 

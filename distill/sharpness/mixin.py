@@ -26,16 +26,16 @@ class SharpnessMixin:
     SentenceTransformerTrainer logs are means over both passes.
 
     Attributes:
-        ascending: the step is in its second pass.
-        logged: the loss of the pass at hand is the one that is logged.
+        in_second_pass: the step is in its second pass.
+        logs_loss: the loss of the pass at hand is the one that is logged.
         last_ascent: of the latest step that had one, with the loss at w + eps minus the loss at w; None for that
             where the loss at w was not computed.
         ascent_step: `state.global_step` at that step; -1 before the first one.
     """
 
     sharpness: SharpnessAware | None = None
-    ascending: bool = False
-    logged: bool = True
+    in_second_pass: bool = False
+    logs_loss: bool = True
     last_ascent: tuple[Ascent, Tensor | None] | None = None
     ascent_step: int = -1
 
@@ -47,7 +47,7 @@ class SharpnessMixin:
         Raises:
             ConfigError: this trainer does not know the terms of its loss, which the method asks for.
         """
-        if self.sharpness.climbs is not None:
+        if self.sharpness.ascent_loss is not None:
             raise ConfigError(
                 "sharpness: ascent_terms and disam need a trainer that knows the terms and domains of its loss, as "
                 f"DistillTrainer does; {type(self).__name__} overrides no ascent_loss"
@@ -61,7 +61,7 @@ class SharpnessMixin:
         if sharpness is None:
             return one_pass(model, inputs, num_items_in_batch)
         sharpness.attach(getattr(self.optimizer, "optimizer", self.optimizer))  # accelerate wraps torch's
-        if not sharpness.begin(self.state.global_step):
+        if not sharpness.begin_step(self.state.global_step):
             return one_pass(model, inputs, num_items_in_batch)
         if sharpness.passes == 1:
             with sharpness.ascended() as ascent:
@@ -73,12 +73,12 @@ class SharpnessMixin:
         with self.accelerator.no_sync(model), self.compute_loss_context_manager():
             climbed, at_weights = self.ascent_loss(model, self._prepare_inputs(inputs), num_items_in_batch)
         scaler = getattr(self.accelerator, "scaler", None)
-        self.ascending, self.logged = True, at_weights is None
+        self.in_second_pass, self.logs_loss = True, at_weights is None
         try:
             with sharpness.ascended(climbed if scaler is None else scaler.scale(climbed)) as ascent:
                 perturbed: Tensor = one_pass(model, inputs, num_items_in_batch)
         finally:
-            self.ascending, self.logged = False, True
+            self.in_second_pass, self.logs_loss = False, True
         self.last_ascent, self.ascent_step = (ascent, None), self.state.global_step
         if at_weights is None:
             return perturbed

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from distill.errors import ConfigError
-from distill.sharpness.ascent import Ascent, SharpnessAware, total_norm, wide
+from distill.sharpness.ascent import Ascent, SharpnessAware, at_least_float32, total_norm
 
 # Where optimizers keep their momentum.
 MOMENTUM = ("exp_avg", "momentum_buffer")
@@ -45,7 +45,7 @@ class MomentumSam(SharpnessAware):
             raise TypeError("MomentumSam reads the optimizer's momentum; call attach(optimizer) first")
         states = {p: self._optimizer.state[p] for p in self._names if p in self._optimizer.state and p.requires_grad}
         found = [
-            (parameter, wide(state[name]))
+            (parameter, at_least_float32(state[name]))
             for parameter, state in states.items()
             for name in MOMENTUM
             if state.get(name) is not None

@@ -57,7 +57,7 @@ def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
     }
 
 
-def kind(name: str, parameter: Tensor) -> str:
+def parameter_kind(name: str, parameter: Tensor) -> str:
     """ "projections" (the objective's own), "norm gains", "norm biases", "biases", "embeddings" or "matrices"."""
     if name.startswith(OBJECTIVE_PREFIX):
         return "projections"

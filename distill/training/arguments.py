@@ -39,10 +39,10 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
             "training.per_device_train_batch_size, or set data.drop_last=false"
         )
     total = training.max_steps if training.max_steps > 0 else math.ceil(steps_an_epoch * training.num_train_epochs)
-    student_from = 0.0 if objective is None else objective.student_from
-    if total <= student_from * steps_an_epoch:
+    head_only_epochs = 0.0 if objective is None else objective.head_only_epochs
+    if total <= head_only_epochs * steps_an_epoch:
         raise ConfigError(
-            f"the objective trains the student itself only after {student_from:g} epochs, and this run has "
+            f"the objective trains the student itself only after {head_only_epochs:g} epochs, and this run has "
             f"{total / steps_an_epoch:g}: train longer, or shorten its first stage "
             "(jasper: objective.options.stage_one_epochs)"
         )
@@ -89,7 +89,8 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
         # Trainer warns of checkpoints that lie less than a second apart; what matters here is raised.
         "log_level": "error",
         "log_level_replica": "error",
-        "ddp_find_unused_parameters": objective is not None and (student_from > 0 or objective.reaches_part),
+        "ddp_find_unused_parameters": objective is not None
+        and (head_only_epochs > 0 or objective.has_unused_parameters),
     }
     known = {f.name for f in fields(TrainingArguments)}
     for name, value in training.arguments.items():

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from distill.objectives.base import Objective
 from distill.training.measurement import DATA, StepTimer, cycle_means, peak_memory
-from distill.training.validation import point, told
+from distill.training.validation import format_point, point
 from teacher_cache.storage.files import atomic_write
 
 # Steps at the start that `StepClock.cost` excludes.
@@ -160,7 +160,7 @@ class ValidationReport(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.announce(told(point(state.global_step, metrics)))
+            self.announce(format_point(point(state.global_step, metrics)))
 
 
 class ProgressReport(TrainerCallback):

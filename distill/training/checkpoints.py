@@ -10,18 +10,18 @@ WEIGHTS = "model.safetensors"
 STATE = "trainer_state.json"
 
 
-def whole_checkpoints(folder: Path, processes: int | None = None) -> list[Path]:
+def complete_checkpoints(folder: Path, processes: int | None = None) -> list[Path]:
     """Those that were written to their end, by step.
 
     Args:
         processes: that trained the run; None is as many as this one belongs to.
     """
-    return sorted((path for path in checkpoints(folder) if is_whole(path, processes)), key=step_of)
+    return sorted((path for path in checkpoints(folder) if is_complete(path, processes)), key=checkpoint_step)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end; half-written and half-deleted ones are removed."""
-    whole = whole_checkpoints(folder)
+    whole = complete_checkpoints(folder)
     for path in checkpoints(folder):
         if path not in whole:
             # Written into again, it could look whole too early. Another process may be removing it as well.
@@ -29,7 +29,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     return whole[-1] if whole else None
 
 
-def step_of(checkpoint: Path | None) -> int:
+def checkpoint_step(checkpoint: Path | None) -> int:
     """The optimiser step that a checkpoint was taken behind; 0 for none."""
     return int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
 
@@ -39,7 +39,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
 
 
-def is_whole(checkpoint: Path, processes: int | None = None) -> bool:
+def is_complete(checkpoint: Path, processes: int | None = None) -> bool:
     """Whether all that an exact resume needs is there.
 
     Trainer writes its state last, but other ranks write theirs without waiting, and a kill may also come
@@ -51,6 +51,6 @@ def is_whole(checkpoint: Path, processes: int | None = None) -> bool:
         return False
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        return bool(state["global_step"] == step_of(checkpoint))
+        return bool(state["global_step"] == checkpoint_step(checkpoint))
     except (ValueError, KeyError, TypeError, OSError):
         return False

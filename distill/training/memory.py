@@ -30,13 +30,13 @@ def save_memory(student: Student, training: TrainingConfig) -> None:
                 "training.freeze_embeddings=false"
             )
         student.word_embeddings.requires_grad_(False)
-    if torch.cuda.is_available() and _EXPANDABLE not in _told() and segments_grow(training):
+    if torch.cuda.is_available() and _EXPANDABLE not in _told() and uses_expandable_segments(training):
         said = torch._C._accelerator_getAllocatorSettings()
         if _EXPANDABLE not in said:  # what was said before would be reset if it were not said again
             torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [said, f"{_EXPANDABLE}:True"])))
 
 
-def segments_grow(training: TrainingConfig) -> bool:
+def uses_expandable_segments(training: TrainingConfig) -> bool:
     """Whether a GPU's memory is taken in segments that grow: as the environment says, else where memory is low.
 
     Blocks that are computed again leave holes of many sizes; in segments of a fixed size few of them are used again.
@@ -53,7 +53,7 @@ def _told() -> str:
     return ",".join(os.environ.get(variable, "") for variable in ALLOCATOR_VARIABLES)
 
 
-def keep_embedding_states_exact(student: Student) -> None:
+def keep_embedding_states_32bit(student: Student) -> None:
     """Leave the optimiser states of embedding tables in float32, as bitsandbytes' authors and Trainer do.
 
     Dettmers et al. (8-bit Optimizers via Block-wise Quantization, ICLR 2022) found training unstable otherwise.

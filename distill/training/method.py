@@ -19,7 +19,7 @@ from distill.registry import construct
 from distill.run_folder import read_record
 from distill.sharpness import SharpnessAware
 from distill.sharpness import build_sharpness as sharpness_of
-from distill.training.targets import Targets, several_spaces
+from distill.training.targets import Targets, joint_space_message
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
@@ -50,7 +50,7 @@ def build_objective(config: RunConfig, student: StudentShape, targets: Targets) 
         return construct(kind, f"objective {chosen.name}", student, targets.shape, options=options)
     except ConfigError as error:  # it was told of sentence vectors alone, and advises to build what is there
         if isinstance(targets.space, JointSpace) and kind.needs.tokens:
-            raise NeedsNotMet(several_spaces(f"objective {chosen.name}")) from error
+            raise NeedsNotMet(joint_space_message(f"objective {chosen.name}")) from error
         raise
 
 
@@ -105,7 +105,7 @@ def held_out_rows(
     return np.sort(rows[chosen])
 
 
-def settled(folder: Path, config: RunConfig) -> RunConfig:
+def with_recorded_names(folder: Path, config: RunConfig) -> RunConfig:
     """Space and corpus that nobody named are those that the folder's run has: a cache may have others by now."""
     record = read_record(folder) or {}
     space, corpus = record.get("space", {}), record.get("corpus", {})
@@ -123,7 +123,7 @@ def held_out_digest(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> str:
     return blake2b(b"".join(keys), digest_size=16).hexdigest()
 
 
-def require_held_out(folder: Path, record: Mapping[str, Any], digest: str) -> None:
+def check_held_out(folder: Path, record: Mapping[str, Any], digest: str) -> None:
     """Refuse to go on with, or to look into, a run whose held-out texts would be others by now.
 
     Args:

@@ -71,7 +71,7 @@ class Targets:
                 f"sharpness.ascent_terms: objective {self.config.objective.name} has no term {unknown[0]!r}; it has "
                 f"{', '.join(objective.terms)}"
             )
-        if two_texts(objective):
+        if uses_pairs(objective):
             require_pairs(manifest)
         if objective.needs.tokens and not self.online:
             require_tokens(f"objective {self.config.objective.name}", objective, self.space)
@@ -107,7 +107,7 @@ class Targets:
             needs = objective.needs
             tokens = "attention" if needs.attention or needs.importance else "states"
         return CachedDataset(
-            self.cache, self.space, manifest, left_out=left_out, pairs=two_texts(objective), tokens=tokens
+            self.cache, self.space, manifest, left_out=left_out, pairs=uses_pairs(objective), tokens=tokens
         )
 
     def collator(self, manifest: Manifest, objective: Objective, student: Student) -> Collator:
@@ -131,7 +131,7 @@ class Targets:
             student.tokenizer,
             student.max_length,
             prompt=student.prompt,
-            repeat=1 if two_texts(objective) else needs.views,
+            repeat=1 if uses_pairs(objective) else needs.views,
             needs=needs,
             restore=None if tokens is None else tokens.restore,
             attention_layers=layers,
@@ -208,7 +208,7 @@ def require_tokens(who: str, objective: Objective, space: SpaceView | JointSpace
     """
     needs, layers = objective.needs, attention_layers(objective)
     if isinstance(space, JointSpace):
-        raise NeedsNotMet(several_spaces(who))
+        raise NeedsNotMet(joint_space_message(who))
     if needs.internals:
         raise NeedsNotMet(
             f"{who} with these options compares every layer of the teacher, head by head, which no cache keeps; use "
@@ -231,12 +231,12 @@ def require_tokens(who: str, objective: Objective, space: SpaceView | JointSpace
     return space.tokens
 
 
-def several_spaces(who: str) -> str:
+def joint_space_message(who: str) -> str:
     """Why an objective that compares tokens is refused several spaces."""
     return f"{who} compares tokens, which several spaces do not have in common; name one space"
 
 
-def two_texts(objective: Objective) -> bool:
+def uses_pairs(objective: Objective) -> bool:
     """Whether the second view is a record's second text, not the first once more."""
     return objective.views == "pair" and objective.needs.views == 2
 

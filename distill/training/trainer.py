@@ -29,8 +29,8 @@ from distill.sharpness.mixin import SharpnessMixin
 from distill.student.student import Student
 from distill.training.arguments import LINEAR_CYCLES, linear_cycles, training_arguments
 from distill.training.callbacks import EpochOrder, MetricsFile, ProgressReport, Stages, StepClock, TrainingProgress
-from distill.training.checkpoints import STATE, WEIGHTS, is_whole
-from distill.training.memory import keep_embedding_states_exact, save_memory
+from distill.training.checkpoints import STATE, WEIGHTS, is_complete
+from distill.training.memory import keep_embedding_states_32bit, save_memory
 from distill.training.validation import Validation
 from teacher_cache.errors import DiskFull
 from teacher_cache.reading.shuffle import WindowedShuffle
@@ -74,7 +74,7 @@ class Distillation(nn.Module):
         special: Tensor | None = None,
         teacher_tokens: Mapping[str, Any] | None = None,
         alignment: Tensor | None = None,
-        climbs: AscentLoss | None = None,
+        ascent_loss: AscentLoss | None = None,
     ) -> dict[str, Any]:
         """`loss`, the sum of the objective's terms, and `terms` by name; arguments as `Collator` makes them.
 
@@ -93,7 +93,7 @@ class Distillation(nn.Module):
             output = StudentOutput(layers.repeat(1, alike, 1), views, tokens)
             targets = TeacherTargets(vectors, text_ids, domains, _token_states(teacher_tokens), alignment)
         terms = self.objective(output, targets)
-        climbed = None if climbs is None else climbs(self.objective, output, targets, terms)
+        climbed = None if ascent_loss is None else ascent_loss(self.objective, output, targets, terms)
         found = {"loss": torch.stack(list(terms.values())).sum(), "terms": terms}
         return found if climbed is None else found | {"climbed": climbed}
 
@@ -263,7 +263,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
             options |= {"weight_decay": training.weight_decay}
             self.optimizer = kind([group for group in groups if group["params"]], **options)
             if options.get("optim_bits") == 8:
-                keep_embedding_states_exact(distillation.student)
+                keep_embedding_states_32bit(distillation.student)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -279,19 +279,19 @@ class DistillTrainer(SharpnessMixin, Trainer):
     ) -> Any:
         outputs = model(**inputs)
         loss = self._finite_loss(outputs)
-        if self.logged:
+        if self.logs_loss:
             self._count(outputs["terms"])
         return (loss, outputs) if return_outputs else loss
 
     def ascent_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
     ) -> tuple[Tensor, Tensor | None]:
-        climbs = None if self.sharpness is None else self.sharpness.climbs
-        if climbs is None:
+        ascent_loss = None if self.sharpness is None else self.sharpness.ascent_loss
+        if ascent_loss is None:
             return super().ascent_loss(model, inputs, num_items_in_batch)
-        outputs = model(**climbs.inputs(self.model.objective, inputs), climbs=climbs)
+        outputs = model(**ascent_loss.inputs(self.model.objective, inputs), ascent_loss=ascent_loss)
         loss = self._finite_loss(outputs)
-        if not climbs.whole(self.model.objective):
+        if not ascent_loss.whole(self.model.objective):
             return outputs["climbed"], None
         self._count(outputs["terms"])
         return outputs["climbed"], loss
@@ -356,7 +356,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         self.control.should_save |= bool(found)
         return found
 
-    def take(self, step: int) -> None:
+    def load_step(self, step: int) -> None:
         """Go back to the weights of a checkpoint, behind the end of training.
 
         Raises:
@@ -365,7 +365,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         if step == self.state.global_step:
             return
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{step}"
-        if not is_whole(checkpoint):
+        if not is_complete(checkpoint):
             raise RunFolderError(
                 f"step {step} was the best by validation, and {checkpoint} is gone or not whole; train into another "
                 "--output-dir, or with evaluation.keep=last"

@@ -15,7 +15,7 @@ from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
 from distill.evaluation.scores import digests
 
 # Of the nine, those whose validation file chooses nothing, and why.
-UNFIT = {
+UNUSABLE = {
     "banking77": "its validation file is part of its training file",
     "tweet": "its validation file is part of its training file",
     "sts12": "its validation file is the training split",
@@ -34,7 +34,7 @@ class Validation:
         self._evaluator = Evaluator(self.tasks)
 
     @classmethod
-    def of(cls, config: EvaluationConfig) -> "Validation | None":
+    def from_config(cls, config: EvaluationConfig) -> "Validation | None":
         """What a run's settings ask for; None where they name no folder. No file is read yet.
 
         Raises:
@@ -44,13 +44,14 @@ class Validation:
         """
         if not config.data:
             return None
-        unfit = [name for name in config.tasks or () if name in UNFIT]
+        unfit = [name for name in config.tasks or () if name in UNUSABLE]
         if unfit:
+            usable = ", ".join(name for name in NINE if name not in UNUSABLE)
             raise ConfigError(
-                f"evaluation.tasks names {unfit[0]}, and {UNFIT[unfit[0]]}, so it would choose nothing; those that do: "
-                f"{', '.join(name for name in NINE if name not in UNFIT)}"
+                f"evaluation.tasks names {unfit[0]}, but {UNUSABLE[unfit[0]]}, which cannot choose a checkpoint; "
+                f"use some of {usable}"
             )
-        names = config.tasks or [name for name in NINE if name not in UNFIT]
+        names = config.tasks or [name for name in NINE if name not in UNUSABLE]
         return cls(nine_tasks(Path(config.data), names, split="validation"))
 
     def read(self) -> dict[str, str]:
@@ -103,7 +104,7 @@ def best(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(max(found, key=lambda one: one["validation"]["average"]))
 
 
-def told(one: Mapping[str, Any]) -> str:
+def format_point(one: Mapping[str, Any]) -> str:
     """A point in one line."""
     scores = ", ".join(f"{name} {score:.2f}" for name, score in one["validation"].items())
     return f"validation behind step {one['step']:,} (epoch {one['epoch']:.2f}): {scores}; took {one['seconds']:.1f} s"

@@ -14,7 +14,7 @@ from distill.analyses import ANALYSES
 from distill.analyses.base import Analysis, analyze, names_of, number, one_of, whole_number
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError, NeedsNotMet, RunFolderError
-from distill.registry import find
+from distill.registry import load_class
 from distill.runs.run import run
 from tests.distill.tiny_runs import tiny_config
 
@@ -67,7 +67,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, toy_cache: Path, tiny_stu
 
 @pytest.mark.parametrize("name", ANALYSES)
 def test_every_name_of_the_table_is_an_analysis_of_that_name(name: str) -> None:
-    kind = find(name, ANALYSES, "analysis", Analysis)  # type: ignore[type-abstract]
+    kind = load_class(name, ANALYSES, "analysis", Analysis)  # type: ignore[type-abstract]
     assert kind.name == name
 
 

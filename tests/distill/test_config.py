@@ -36,25 +36,25 @@ def test_the_defaults_are_those_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])
-def test_a_number_in_any_notation_becomes_a_float(text: str) -> None:
+def test_any_number_notation_becomes_a_float(text: str) -> None:
     rate = RunConfig.load(None, [f"training.learning_rate={text}"]).training.learning_rate
     assert isinstance(rate, float)
     assert rate == 1e-4
 
 
-def test_a_folder_called_by_a_number_is_a_name() -> None:
+def test_a_folder_named_by_a_number_is_a_string() -> None:
     assert RunConfig.load(None, ["output_dir=2024"]).output_dir == "2024"
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("text", "expected"),
     [("query: ", "query: "), ("00012345", "00012345"), ("the old ", "the old "), ("'x: '", "x: "), ("", "")],
 )
-def test_a_text_is_taken_as_it_stands_unless_it_is_quoted(written: str, meant: str) -> None:
-    assert RunConfig.load(None, [f"student.prompt={written}"]).student.prompt == meant
+def test_a_string_is_taken_literally_unless_quoted(text: str, expected: str) -> None:
+    assert RunConfig.load(None, [f"student.prompt={text}"]).student.prompt == expected
 
 
-def test_null_takes_a_text_back_where_it_may_be_absent(tmp_path: Path) -> None:
+def test_null_resets_a_string(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("space: e5\nstudent:\n  prompt:\n")
     config = RunConfig.load(tmp_path / "run.yaml", ["space=null"])
     assert config.space is None
@@ -69,9 +69,14 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("training.learning_rat=1", "unknown key training.learning_rat; did you mean training.learning_rate?"),
-        ("studnet.model=x", "unknown key studnet; did you mean student?"),
-        ("zzz=1", "unknown key zzz; known here: cache, space, corpus"),
+        ("training.learning_rat=1", "no setting 'training.learning_rat'; did you mean training.learning_rate?"),
+        ("studnet.model=x", "no setting 'studnet'; did you mean student?"),
+        ("learning_rate=2e-4", "no setting 'learning_rate'; did you mean training.learning_rate?"),
+        ("training.rho=0.1", "no setting 'training.rho'; did you mean sharpness.rho?"),
+        ("learning_rte=2e-4", "did you mean training.learning_rate?"),
+        ("training.held_ot=1", "did you mean data.held_out?"),
+        ("data.model=x", "did you mean teacher.model or student.model?"),
+        ("zzz=1", "no setting 'zzz'; known here: cache, space, corpus"),
         ("training.max_steps=many", "training.max_steps is 'many'; expected int"),
         ("training.max_steps=1.5", "training.max_steps is 1.5; expected int"),
         ("training.learning_rate=high", "training.learning_rate is 'high'; expected float"),
@@ -80,12 +85,12 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("student.max_length=long", "student.max_length is 'long'; expected int or null"),
         ("objective.options=3", "objective.options is 3; expected keys and values"),
         ("student=bert", "student: expected keys and values, found 'bert'"),
-        ("training.seed.x=1", "unknown key"),
+        ("training.seed.x=1", "seed is 1"),
         ("training", "override 'training' is not of the form key=value"),
         ("training.seed=[1", "override training.seed: '[1' is not a YAML value"),
     ],
 )
-def test_a_key_or_value_that_fits_nowhere_is_named(override: str, expected: str) -> None:
+def test_an_unknown_key_or_wrong_value_is_named(override: str, expected: str) -> None:
     if override == "training.seed.x=1":
         message = refused("training.seed=1", override)
         assert message == "override training.seed.x: seed is 1, not a group of keys"
@@ -117,7 +122,7 @@ def test_a_key_or_value_that_fits_nowhere_is_named(override: str, expected: str)
         "data.held_out=-1",
     ],
 )
-def test_a_value_that_no_run_can_use_is_refused_by_its_key(override: str) -> None:
+def test_a_value_out_of_range_names_its_key(override: str) -> None:
     key, _, value = override.partition("=")
     message = refused(override)
     assert message.startswith(f"{key} is ")
@@ -125,7 +130,7 @@ def test_a_value_that_no_run_can_use_is_refused_by_its_key(override: str) -> Non
     assert "expected" in message
 
 
-def test_epochs_do_not_matter_where_steps_are_given() -> None:
+def test_epochs_are_ignored_when_steps_are_given() -> None:
     assert RunConfig.load(None, ["training.max_steps=5", "training.num_train_epochs=0"]).training.max_steps == 5
 
 
@@ -133,17 +138,24 @@ def test_epochs_do_not_matter_where_steps_are_given() -> None:
     ("name", "key"),
     [("seed", "training.seed"), ("fp16", "training.precision"), ("output_dir", "output_dir")],
 )
-def test_trainers_arguments_do_not_bypass_the_keys_that_the_run_records(name: str, key: str) -> None:
+def test_training_arguments_cannot_override_keys(name: str, key: str) -> None:
     message = refused(f"training.arguments.{name}=1")
-    assert message == f"training.arguments.{name} has a key of its own; set {key} instead"
+    assert message == f"training.arguments.{name} has its own key; set {key} instead"
 
 
-def test_files_that_are_no_configuration_are_one_line(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_one_line(tmp_path: Path) -> None:
     absent = tmp_path / "absent.yaml"
     assert str(absent) in refused(path=absent)
     broken = tmp_path / "broken.yaml"
     broken.write_text("training: [1,\n  2\n")
-    assert "is not YAML" in refused(path=broken)
+    assert refused(path=broken) == (
+        f"configuration {broken} is not YAML: line 2: expected ',' or ']', but got '<stream end>' near '2'"
+    )
+    broken.write_text("cache: c\ntraining:\n  seed: 1\n  rate: a: b\nspace: s\n")
+    assert "line 4: mapping values are not allowed here near 'rate: a: b'" in refused(path=broken)
+    misspelled = tmp_path / "misspelled.yaml"
+    misspelled.write_text("student: {model: m}\nlearning_rate: 2e-4\n")
+    assert "no setting 'learning_rate'; did you mean training.learning_rate?" in refused(path=misspelled)
     listed = tmp_path / "list.yaml"
     listed.write_text("- 1\n- 2\n")
     assert "expected keys and values, found a list" in refused(path=listed)
@@ -160,7 +172,7 @@ def values() -> st.SearchStrategy[Any]:
 
 
 @given(names(), st.none() | names(), st.floats(0, 1e3), st.dictionaries(names(), values(), max_size=4))
-def test_what_is_written_is_read_back(
+def test_to_yaml_round_trips(
     tmp_path_factory: pytest.TempPathFactory, prompt: str, space: str | None, rate: float, options: dict[str, Any]
 ) -> None:
     import dataclasses
@@ -191,12 +203,12 @@ def test_a_difference_names_dotted_keys_and_both_values() -> None:
 
 
 @pytest.mark.parametrize("name", ["save_only_model", "dataloader_drop_last", "data_seed", "group_by_length"])
-def test_an_argument_that_would_do_nothing_is_refused(name: str) -> None:
+def test_an_unsupported_argument_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"training.arguments.{name} cannot be used"):
         RunConfig.load(None, [f"training.arguments.{name}=true"])
 
 
-def test_a_space_may_be_asked_for_by_its_fields() -> None:
+def test_a_space_is_named_by_its_fields() -> None:
     whole = RunConfig.load(None, ["space={teacher: toy, dims: 8}"])
     single = RunConfig.load(None, ["space.teacher=toy", "space.dims=8"])
     assert whole.space == single.space == {"teacher": "toy", "dims": 8}
@@ -204,7 +216,7 @@ def test_a_space_may_be_asked_for_by_its_fields() -> None:
     assert RunConfig.load(None, ["space=toy@12345678"]).space == "toy@12345678"
 
 
-def test_a_window_of_nothing_is_refused_and_not_taken_for_the_default() -> None:
+def test_a_window_of_0_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.window is 0; expected at least 32"):
         RunConfig.load(None, ["data.window=0"])
     assert RunConfig().window(tokens=False) == 16384

@@ -98,7 +98,7 @@ class TestJasper(ObjectiveContract):
             assert objective.head.weight.grad.abs().sum() > 0
             reached.append(states.grad is not None and bool(states.grad.abs().sum() > 0))
         assert reached == [False, False, True, True]
-        assert Jasper.student_from == 2
+        assert Jasper.head_only_epochs == 2
 
     def test_stage_one_of_the_port_is_its_full_head_at_full_weight_alone(self) -> None:
         objective = Jasper(SHAPE, WIDE, **PORT | {"prefixes": (4, 2)})

@@ -11,7 +11,7 @@ from torch import Tensor
 from distill.config import RunConfig, TrainingConfig
 from distill.errors import ConfigError
 from distill.runs.run import run
-from distill.training.memory import ALLOCATOR_VARIABLES, save_memory, segments_grow
+from distill.training.memory import ALLOCATOR_VARIABLES, save_memory, uses_expandable_segments
 from teacher_cache.errors import MissingDependency
 from tests.distill.tiny_runs import Parts, Stopped, parts, stop_at, tiny_config
 from tests.teacher_cache import tiny_teachers
@@ -239,7 +239,7 @@ def test_segments_grow_where_memory_is_low_unless_the_environment_says_otherwise
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, told)
-    assert segments_grow(TrainingConfig(memory=memory)) == grow
+    assert uses_expandable_segments(TrainingConfig(memory=memory)) == grow
 
 
 def test_torch_is_told_to_let_segments_grow_and_keeps_what_it_was_told_before(

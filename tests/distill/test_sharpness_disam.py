@@ -43,8 +43,8 @@ def batch(views: int = 1, domains: Tensor | None = DOMAINS) -> tuple[Tensor, Stu
     return states, StudentOutput(states, views), TeacherTargets(vectors, torch.arange(8), domains)
 
 
-def climbed(climbs: AscentLoss, objective: Objective, student: StudentOutput, teacher: TeacherTargets) -> Tensor:
-    return climbs(objective, student, teacher, objective(student, teacher))
+def climbed(ascent_loss: AscentLoss, objective: Objective, student: StudentOutput, teacher: TeacherTargets) -> Tensor:
+    return ascent_loss(objective, student, teacher, objective(student, teacher))
 
 
 def numpy_terms(states: Tensor, teacher: TeacherTargets, places: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -114,8 +114,8 @@ def test_disam_moves_as_its_closed_form_says_and_descends_the_plain_loss() -> No
     student = StudentOutput(torch.zeros(1, 4, 1))
     sharpness = build_sharpness("disam", [("weights", weights)], rho=0.5)
     assert sharpness is not None
-    assert sharpness.climbs is not None
-    with sharpness.ascended(climbed(sharpness.climbs, Quadratic(), student, teacher)):
+    assert sharpness.ascent_loss is not None
+    with sharpness.ascended(climbed(sharpness.ascent_loss, Quadratic(), student, teacher)):
         length = np.hypot(1.875, 1.5)
         there = np.array([1 + 0.5 * 1.875 / length, -2 - 0.5 * 1.5 / length])
         np.testing.assert_allclose(weights.detach().numpy(), there, rtol=1e-6)
@@ -165,11 +165,11 @@ def test_talas_climbs_its_one_view_terms_to_the_same_value_with_and_without_the_
     objective = Talas(StudentShape(4, 2, "mean"), TeacherShape(6))
     layers, vectors = torch.randn(3, 16, 4), torch.randn(8, 6)
     teacher = TeacherTargets(vectors, torch.arange(8), DOMAINS)
-    climbs = AscentLoss(("tamd", "lasd"), 0.1)
-    assert climbs.one_view(objective)
-    assert not AscentLoss(("tamd", "simcse")).one_view(objective)
-    one = climbed(climbs, objective, StudentOutput(layers[:, :8]), teacher)
-    two = climbed(climbs, objective, StudentOutput(layers, 2), teacher)
+    ascent_loss = AscentLoss(("tamd", "lasd"), 0.1)
+    assert ascent_loss.is_one_view(objective)
+    assert not AscentLoss(("tamd", "simcse")).is_one_view(objective)
+    one = climbed(ascent_loss, objective, StudentOutput(layers[:, :8]), teacher)
+    two = climbed(ascent_loss, objective, StudentOutput(layers, 2), teacher)
     assert one.item() == pytest.approx(two.item(), rel=1e-6)
 
 

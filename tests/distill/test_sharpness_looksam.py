@@ -27,7 +27,7 @@ def made(**options: Any) -> tuple[nn.Parameter, LookSam, torch.optim.Optimizer]:
 
 
 def take(step: int, weights: nn.Parameter, sharpness: LookSam, optimizer: torch.optim.Optimizer) -> bool:
-    ascends = sharpness.begin(step)
+    ascends = sharpness.begin_step(step)
     if ascends:
         with sharpness.ascended(loss_of(weights)):
             loss_of(weights).backward()
@@ -82,7 +82,7 @@ def test_micro_batches_count_as_one_step() -> None:
     w, kept = START.copy(), np.zeros(3)
     for step in range(5):
         for row in rows:
-            if sharpness.begin(step):
+            if sharpness.begin_step(step):
                 with sharpness.ascended(micro(row)):
                     micro(row).backward()
             else:
@@ -115,7 +115,7 @@ def test_a_state_that_is_loaded_goes_on_as_if_never_stopped() -> None:
     with torch.no_grad():
         second[0].copy_(first[0])
     second[1].load_state_dict({name: tensor.clone() for name, tensor in first[1].state_dict().items()})
-    assert not second[1].begin(4)
+    assert not second[1].begin_step(4)
     for step in range(4, 8):
         take(step, *second)
     assert torch.equal(second[0], whole[0])
@@ -133,7 +133,7 @@ def test_the_order_of_a_state_does_not_matter_to_the_last_bit() -> None:
         optimizer = torch.optim.SGD(weights.values(), lr=0.1)
         sharpness.attach(optimizer)
         sharpness.load_state_dict({name: state[name] for name in names})
-        assert not sharpness.begin(1)
+        assert not sharpness.begin_step(1)
         for name, weight in weights.items():
             weight.grad = gradients[name].clone()
         optimizer.step()
@@ -162,7 +162,7 @@ def test_the_scale_of_the_loss_does_not_matter() -> None:
         sharpness.attach(optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         for step in range(7):
-            if sharpness.begin(step):
+            if sharpness.begin_step(step):
                 with sharpness.ascended(scaler.scale(loss_of(weights))):
                     scaler.scale(loss_of(weights)).backward()
             else:
@@ -185,7 +185,7 @@ def test_a_skipped_step_leaves_no_trace_but_the_need_of_a_new_direction(overflow
     for step in range(7):
         before = weights.detach().clone()
         bad = math.inf if step == overflowing else 1.0
-        ascended.append(sharpness.begin(step))
+        ascended.append(sharpness.begin_step(step))
         if ascended[-1]:
             with sharpness.ascended(scaler.scale(loss_of(weights, bad))):
                 scaler.scale(loss_of(weights, bad)).backward()
@@ -203,18 +203,18 @@ def test_a_skipped_step_leaves_no_trace_but_the_need_of_a_new_direction(overflow
 
 def test_a_direction_that_is_not_finite_is_not_kept() -> None:
     weights, sharpness, optimizer = made()
-    assert sharpness.begin(0)
+    assert sharpness.begin_step(0)
     with sharpness.ascended(loss_of(weights, math.inf)):  # only the first pass overflows
         loss_of(weights).backward()
     optimizer.step()
     optimizer.zero_grad()
     assert sharpness.state_dict() == {}
-    assert sharpness.begin(1)
+    assert sharpness.begin_step(1)
 
 
 def test_a_block_that_raises_restores_the_weights_and_forgets_its_gradients() -> None:
     weights, sharpness, optimizer = made()
-    sharpness.begin(0)
+    sharpness.begin_step(0)
 
     def fail() -> None:
         with sharpness.ascended(loss_of(weights)):

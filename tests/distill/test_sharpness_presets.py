@@ -68,16 +68,16 @@ def moved(sharpness: SharpnessAware, model: Model) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "kind", "expected"),
     [
-        ("sam", SharpnessAware, {"scaling": "none", "rho": 0.05, "eta": 0, "every": 1, "climbs": None}),
-        ("asam", SharpnessAware, {"scaling": "abs", "rho": 0.05, "eta": 0, "every": 1, "climbs": None}),
-        ("asam-kwon", SharpnessAware, {"scaling": "kwon", "rho": 0.5, "eta": 0.01, "every": 1, "climbs": None}),
-        ("norm-only", SharpnessAware, {"scaling": "abs", "rho": 0.05, "every": 1, "climbs": None}),
+        ("sam", SharpnessAware, {"scaling": "none", "rho": 0.05, "eta": 0, "every": 1, "ascent_loss": None}),
+        ("asam", SharpnessAware, {"scaling": "abs", "rho": 0.05, "eta": 0, "every": 1, "ascent_loss": None}),
+        ("asam-kwon", SharpnessAware, {"scaling": "kwon", "rho": 0.5, "eta": 0.01, "every": 1, "ascent_loss": None}),
+        ("norm-only", SharpnessAware, {"scaling": "abs", "rho": 0.05, "every": 1, "ascent_loss": None}),
         (
             "norm-one-view",
             SharpnessAware,
-            {"scaling": "abs", "rho": 0.05, "every": 2, "climbs": AscentLoss(first_view=True)},
+            {"scaling": "abs", "rho": 0.05, "every": 2, "ascent_loss": AscentLoss(first_view=True)},
         ),
-        ("disam", SharpnessAware, {"scaling": "none", "rho": 0.05, "climbs": AscentLoss(None, 0.1)}),
+        ("disam", SharpnessAware, {"scaling": "none", "rho": 0.05, "ascent_loss": AscentLoss(None, 0.1)}),
         ("looksam", LookSam, {"scaling": "none", "rho": 0.05, "every": 5, "alpha": 0.7}),
         ("msam", MomentumSam, {"rho": 3.0, "passes": 1}),
     ],
@@ -93,9 +93,9 @@ def test_a_preset_is_what_its_paper_or_code_says(
 def test_every_option_replaces_the_presets_value_and_none_keeps_it() -> None:
     sharpness: Any = built("asam-kwon", Model(), rho=0.9, eta=0.2, every=3, ascent_terms=["tamd"], parameters=None)
     assert (sharpness.rho, sharpness.eta, sharpness.every) == (0.9, 0.2, 3)
-    assert sharpness.climbs == AscentLoss(("tamd",))
+    assert sharpness.ascent_loss == AscentLoss(("tamd",))
     sharpness = built("disam", Model(), variance_weight=0.5, ascent_terms=("tamd", "lasd"))
-    assert sharpness.climbs == AscentLoss(("tamd", "lasd"), 0.5)
+    assert sharpness.ascent_loss == AscentLoss(("tamd", "lasd"), 0.5)
     sharpness = built("looksam", Model(), every=2, alpha=0.1)
     assert (sharpness.every, sharpness.alpha) == (2, 0.1)
 
@@ -147,7 +147,7 @@ def test_no_method_ignores_an_option_that_it_accepts(name: str) -> None:
 
 
 def _settings(sharpness: SharpnessAware) -> dict[str, Any]:
-    names = ("scaling", "rho", "eta", "every", "climbs", "alpha")
+    names = ("scaling", "rho", "eta", "every", "ascent_loss", "alpha")
     return {name: getattr(sharpness, name, None) for name in names} | {"names": list(sharpness._names.values())}
 
 

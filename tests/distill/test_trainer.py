@@ -120,12 +120,12 @@ def test_weights_are_themselves_again_after_the_second_pass(
 
     class Watched(DistillTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            seen.append((self.ascending, {k: v.detach().clone() for k, v in weights(made).items()}))
+            seen.append((self.in_second_pass, {k: v.detach().clone() for k, v in weights(made).items()}))
             return super().compute_loss(*args, **kwargs)
 
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
             loss = super().training_step(*args, **kwargs)
-            seen.append((self.ascending, {k: v.detach().clone() for k, v in weights(made).items()}))
+            seen.append((self.in_second_pass, {k: v.detach().clone() for k, v in weights(made).items()}))
             return loss
 
     trainer.__class__ = Watched

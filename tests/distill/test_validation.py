@@ -124,7 +124,7 @@ def test_weights_are_bit_for_bit_those_of_a_training_that_is_not_evaluated(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     config = validated(toy_cache, tiny_student, tmp_path / "with", data, *overrides)
-    parts(config).trainer(validation=Validation.of(config.evaluation)).train()
+    parts(config).trainer(validation=Validation.from_config(config.evaluation)).train()
     plain = [key for key in overrides if not key.startswith("evaluation.")]
     parts(tiny_config(toy_cache, tiny_student, tmp_path / "without", *plain)).trainer().train()
     assert same(weights(tmp_path / "with" / "checkpoint-12"), weights(tmp_path / "without" / "checkpoint-12"))
@@ -139,7 +139,7 @@ def test_random_numbers_and_mode_are_as_they_were_behind_an_evaluation(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path
 ) -> None:
     config = validated(toy_cache, tiny_student, tmp_path, data, f"evaluation.tasks=[stsb, {HERE}:Draws]")
-    trainer = parts(config).trainer(validation=Validation.of(config.evaluation))
+    trainer = parts(config).trainer(validation=Validation.from_config(config.evaluation))
     trainer.model.train()
     torch.manual_seed(1)
     np.random.seed(1)
@@ -184,8 +184,8 @@ def test_the_scores_are_those_of_the_checkpoint_s_student(
     run(config)
     (line,) = [line for line in metrics(tmp_path / "run") if "validation" in line]
     made = parts(config)
-    trainer = made.trainer(validation=Validation.of(config.evaluation))
-    trainer.take(12)
+    trainer = made.trainer(validation=Validation.from_config(config.evaluation))
+    trainer.load_step(12)
     with (data / "stsb_validation.csv").open() as file:
         rows = list(csv.DictReader(file))
     first, second = (made.student.encode([row[column] for row in rows]) for column in ("sentence1", "sentence2"))
@@ -363,7 +363,7 @@ def test_a_wait_for_an_evaluation_is_no_wait_for_data(
 
     monkeypatch.setattr(Validation, "__call__", score)
     config = validated(toy_cache, tiny_student, tmp_path, data, "evaluation.steps=1")
-    trainer = parts(config).trainer(validation=Validation.of(config.evaluation))
+    trainer = parts(config).trainer(validation=Validation.from_config(config.evaluation))
     trainer.train()
     assert max(trainer.clock.waits + trainer.clock.steps) == 0
 
@@ -405,17 +405,17 @@ def test_the_tasks_are_those_whose_validation_files_tell_something(data: Path, t
     for name in ("stsb", "sick", "mrpc", "scitail", "wic", "emotion"):
         (tmp_path / f"{name}_validation.csv").touch()
     (tmp_path / "emotion_train.csv").touch()
-    validation = Validation.of(EvaluationConfig(data=str(tmp_path)))
+    validation = Validation.from_config(EvaluationConfig(data=str(tmp_path)))
     assert validation is not None
     assert {task.name for task in validation.tasks} == {"stsb", "sick", "mrpc", "scitail", "wic", "emotion"}
     assert {task.split for task in validation.tasks} == {"validation"}
-    assert Validation.of(EvaluationConfig()) is None
+    assert Validation.from_config(EvaluationConfig()) is None
 
 
 @pytest.mark.parametrize("name", ["banking77", "tweet", "sts12"])
 def test_a_task_whose_validation_file_tells_nothing_is_refused(data: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"evaluation.tasks names {name}, and its validation file is"):
-        Validation.of(EvaluationConfig(data=str(data), tasks=("stsb", name)))
+        Validation.from_config(EvaluationConfig(data=str(data), tasks=("stsb", name)))
 
 
 def test_missing_and_malformed_files_are_refused_before_training(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from distill.config import RunConfig
 from distill.runs.run import run
-from distill.training.checkpoints import checkpoints, step_of
+from distill.training.checkpoints import checkpoint_step, checkpoints
 from tests.distill.tiny_runs import metrics, tiny_config
 
 STEPS = 24
@@ -57,7 +57,7 @@ def seen(folder: Path, sign: str) -> bool:
         return True
     written = sign.partition("/")[0]
     return written.startswith("checkpoint-") and any(
-        step_of(path) > step_of(Path(written)) for path in checkpoints(folder)
+        checkpoint_step(path) > checkpoint_step(Path(written)) for path in checkpoints(folder)
     )
 
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from distill.training.checkpoints import checkpoints, step_of
+from distill.training.checkpoints import checkpoint_step, checkpoints
 from tests.distill.tiny_tasks import TASKS, write_tasks
 
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
 
 def wait_for_step(step: int, folder: Path, process: subprocess.Popen[str]) -> None:
     """Until the run in that folder is that far; the very checkpoint may come and go between two looks."""
-    while max(map(step_of, checkpoints(folder)), default=0) < step:
+    while max(map(checkpoint_step, checkpoints(folder)), default=0) < step:
         assert process.poll() is None, f"ended by itself before step {step} of {folder}: {process.communicate()}"
         time.sleep(0.005)
 
