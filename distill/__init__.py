@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distill.config import RunConfig as RunConfig
-    from distill.config import build_config as build_config
+    from distill.config.reading import build_config as build_config
     from distill.evaluation.base import Report as Report
     from distill.evaluation.base import Task as Task
     from distill.objectives.base import Needs as Needs
@@ -28,7 +28,7 @@ _PUBLIC = {
     "RunResult": "distill.runs.run",
     "Student": "distill.student.student",
     "Task": "distill.evaluation.base",
-    "build_config": "distill.config",
+    "build_config": "distill.config.reading",
     "run": "distill.runs.run",
 }
 __all__ = [*_PUBLIC]
