@@ -46,7 +46,7 @@ from teacher_cache.building import build as build_module
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheNotFound
-from teacher_cache.maintenance.verify import verify
+from teacher_cache.maintenance.check import verify
 from teacher_cache.storage import texts as texts_module
 from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.index import Change, Index

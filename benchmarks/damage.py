@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
+from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import repair
-from teacher_cache.maintenance.verify import verify
 from teacher_cache.table.cache import INDEX, TeacherCache
 from teacher_cache.teachers.base import TeacherOptions
 

@@ -186,7 +186,7 @@ def test_no_page_types_an_option_that_does_not_exist(page: Path) -> None:
     [
         ("tcache-build", "teacher_cache.building.build:BuildReport"),
         ("tcache-plan", "teacher_cache.building.plan:Plan"),
-        ("tcache-verify", "teacher_cache.maintenance.verify:Verdict"),
+        ("tcache-verify", "teacher_cache.maintenance.check:CheckReport"),
         ("tcache-export", "teacher_cache.transfer.exporter:ExportReport"),
         ("tcache-import", "teacher_cache.transfer.importer:ImportReport"),
         ("tcache-merge", "teacher_cache.transfer.merge:MergeReport"),

@@ -15,7 +15,7 @@ import numpy as np
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import KnownError
-from teacher_cache.maintenance.verify import verify
+from teacher_cache.maintenance.check import verify
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions

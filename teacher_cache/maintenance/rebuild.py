@@ -1,11 +1,11 @@
-"""Make the index anew from what lies on disk, for a cache whose index is gone or cannot be opened.
+"""Builds a new index from the shards of a cache whose index is gone or cannot be opened.
 
-Texts and keys prove each other, and a corpus is proven by its fingerprint. Vectors are not: the digests that did
-were in the index. They are taken as they are found, where they decode and are vectors of their space, with digests
-computed anew; `verify --teacher` compares some of them with the teacher. What cannot be taken is named, and left.
+Texts and keys confirm each other, and a fingerprint confirms a corpus. Nothing confirms vectors, because their digests
+were in the index: they are taken if they decode and are valid vectors of their space, with new digests. `tcache verify
+--teacher` compares some of them with the teacher. Whatever is not taken stays on disk and is reported.
 
-The new index grows in a temporary folder and takes its place when it is complete: a kill leaves what was there, or
-the new one, or, between the two renames, none, as before.
+The new index grows in a temporary folder and is renamed when it is complete. A kill leaves the old index, the new one,
+or, between two renames, none.
 """
 
 import os
@@ -19,19 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache, FormatVersionError
-from teacher_cache.maintenance.inspection import fingerprint_of, vectors_sound, wrong_domains
 from teacher_cache.maintenance.metadata import restore_cache_json
-from teacher_cache.maintenance.repair import set_aside
+from teacher_cache.maintenance.repair import move_to_damaged
+from teacher_cache.maintenance.walk import manifest_faults, pair_texts, read_shard, shard_files, valid_vectors
 from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, sync_folder
 from teacher_cache.storage.index import Change, Index, ShardRecord, shard_key
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
 from teacher_cache.storage.shards import ShardedArray
-from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY, TextTable
+from teacher_cache.storage.texts import TextTable
 from teacher_cache.table.cache import CORPUS_JSON, INDEX, LOCK, SPACE_JSON, check_format
 from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView
-from teacher_cache.text_key import text_keys
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns
 
 # Text shards of one transaction: keys are random, and the more go in together, the more share a page.
@@ -40,7 +39,7 @@ SHARDS_AT_A_TIME = 16
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something on disk that the new index does not promise."""
+    """Something on disk that the new index does not have."""
 
     where: str
     why: str
@@ -55,7 +54,7 @@ class ReindexReport:
         spaces: vectors by slug.
         tokens: texts with token columns by slug.
         corpora: names.
-        old: what became of the index that was there.
+        old: where the old index was moved to, relative to the cache; "" if there was none.
     """
 
     rows: int = 0
@@ -74,47 +73,57 @@ class ReindexReport:
 
 
 def reindex(path: str | Path, *, report: Callable[[int, int], None] = lambda done, total: None) -> ReindexReport:
-    """Replace the index of a cache by one that is made from its shards; the old one is set aside.
+    """Replace the index of a cache by a new one built from its shards; the old one is moved to `damaged/`.
 
-    Refused vectors are forgotten, so the next build asks for them again; so is what encoding has cost.
+    Quarantined rows are forgotten, so the next build encodes them again. So is what encoding has cost.
 
     Args:
         report: called after every shard with how many are read and how many there are.
 
     Raises:
         CacheNotFound, FormatVersionError: no cache of this version.
-        CacheLocked: someone is writing to it.
-        DamagedCache: `cache.json` or the metadata of the texts are gone; put them back first.
+        CacheLocked: another process is writing to it.
+        DamagedCache: `cache.json` and the metadata of the texts are gone; restore them first.
     """
     path = Path(path)
     restore_cache_json(path)
     check_format(path)
     lock = WriterLock(path / LOCK)
-    fresh = path / f"{INDEX}.{os.getpid()}{TEMPORARY_SUFFIX}"
+    new = path / f"{INDEX}.{os.getpid()}{TEMPORARY_SUFFIX}"
     try:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir()
-        index = Index(fresh, writable=True)
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        index = Index(new, writable=True)
         try:
             index.commit([])
-            made = _Making(path, index, report)
-            made.texts()
-            made.spaces()
-            made.corpora()
+            rebuild = _Rebuild(path, index, report)
+            rebuild.texts()
+            rebuild.spaces()
+            rebuild.corpora()
         finally:
             index.close()
-        sync_folder(fresh)
-        made.result.old = set_aside(path, path / INDEX)
-        os.rename(fresh, path / INDEX)
+        sync_folder(new)
+        rebuild.result.old = move_to_damaged(path, path / INDEX)
+        os.rename(new, path / INDEX)
         sync_folder(path)
-        return made.result
+        return rebuild.result
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         lock.release()
 
 
-class _Making:
-    """One new index, filled from the shards of a cache."""
+@dataclass
+class _TextRows:
+    """The rows of one text shard for the new index, with their keys, or with none if these are unknown."""
+
+    first: int
+    rows: int
+    keys: list[bytes]
+    changes: list[Change]
+
+
+class _Rebuild:
+    """Fills a new index from the shards of a cache."""
 
     def __init__(self, path: Path, index: Index, report: Callable[[int, int], None]) -> None:
         self.path = path
@@ -125,87 +134,89 @@ class _Making:
         self._report = report
         self._done = 0
         shards = [*path.glob(f"{SPACES}/*/vectors*.zarr/c/*"), *path.glob(f"{SPACES}/*/{STATES}/c/*")]
-        self._total = len(shards) + len(_numbers(self.table.text.array))
+        self._total = len(shards) + len(shard_files(self.table.text.array))
 
-    def _leave_out(self, where: Path | str, why: object) -> None:
-        name = where if isinstance(where, str) else str(where.relative_to(self.path))
-        self.result.left_out.append(LeftOut(name, str(why)))
+    def _leave_out(self, where: Path, why: object) -> None:
+        self.result.left_out.append(LeftOut(str(where.relative_to(self.path)), str(why)))
 
     def _step(self) -> None:
         self._done += 1
         self._report(self._done, max(self._done, self._total))
 
     def _stored(self, array: ShardedArray, number: int) -> Rows | None:
-        """All rows of a shard, blank where none is stored; None where it is gone or does not decode."""
-        try:
-            stored = np.repeat(array.open_shard(number).stored, array.chunk_rows)
-            body = array.codec.blank(array.shard_rows)
-            body[stored] = array.read_shard(number, stored)
-            return body
-        except DamagedCache as error:
-            self._leave_out(array.shard_path(number), error)
+        """All rows of a shard, blank if absent; None if it is gone or damaged."""
+        contents = read_shard(array, number)
+        if contents.error is not None:
+            self._leave_out(array.shard_path(number), contents.error)
             return None
-        finally:
-            array.forget(number)
+        return contents.values
+
+    @staticmethod
+    def _change(
+        array: ShardedArray, name: str, number: int, rows: Rows, present: npt.NDArray[np.bool_], worst: float = 0.0
+    ) -> Change:
+        """The record of a shard whose present rows have those values."""
+        size = array.shard_path(number).stat().st_size
+        return Change(
+            "shards", shard_key(name, number), ShardRecord(array.codec.digest(rows), worst, size, present).pack()
+        )
 
     # Texts
 
     def texts(self) -> None:
-        """Rows up to the last whose text and key belong together; a damaged shard before it leaves a gap."""
-        numbers = sorted({*_numbers(self.table.text.array), *_numbers(self.table.keys.array)})
-        tail = None
-        while numbers and (tail is None or not tail.rows):  # a shard whose keys were never written has no rows
-            tail = self._text_shard(numbers.pop(), last=True)
-        if tail is None:
+        """Index the rows up to the last whose text and key match; a damaged shard before it leaves a gap."""
+        numbers = sorted({*shard_files(self.table.text.array), *shard_files(self.table.keys.array)})
+        last = None
+        while numbers and (last is None or not last.rows):  # a shard whose keys were never written has no rows
+            last = self._text_shard(numbers.pop(), last=True)
+        if last is None:
             return
-        self.result.rows = tail.first + tail.rows
-        pending: list[_TextShard] = []
-        for number in range(tail.first // self.shard_rows):
+        self.result.rows = last.first + last.rows
+        pending: list[_TextRows] = []
+        for number in range(last.first // self.shard_rows):
             shard = self._text_shard(number, last=False)
             pending.append(shard)
             if len(pending) == SHARDS_AT_A_TIME or len(shard.keys) < self.shard_rows:
                 self._commit(pending)
-        self._commit([*pending, tail])
+        self._commit([*pending, last])
 
-    def _text_shard(self, number: int, *, last: bool) -> "_TextShard":
-        """What is to be said of one shard; the last one of the table ends where it proves to."""
-        text, keys = self.table.text.array, self.table.keys.array
-        texts, stored = self._stored(text, number), self._stored(keys, number)
-        hashes = [] if texts is None else text_keys(texts[: _filled(np.asarray(texts != ""))].tolist())
-        kept = [] if stored is None else [key.tobytes() for key in stored[: _filled(np.asarray(stored.any(axis=1)))]]
-        found = hashes if stored is None else kept
-        if texts is None or stored is None:
-            rows = len(found) if last else self.shard_rows
-            paired = min(len(found), rows)
+    def _text_shard(self, number: int, *, last: bool) -> _TextRows:
+        """The rows of one shard; the last shard ends with its last row whose text and key match."""
+        table = self.table
+        texts, keys = self._stored(table.text.array, number), self._stored(table.keys.array, number)
+        written_texts = np.empty(0, object) if texts is None else texts[: _filled(np.asarray(texts != ""))]
+        written_keys = np.empty((0, 16), np.uint8) if keys is None else keys[: _filled(np.asarray(keys.any(axis=1)))]
+        hashes, same = pair_texts(written_texts, written_keys)
+        known = hashes if keys is None else [key.tobytes() for key in written_keys]
+        if texts is None or keys is None:
+            rows = len(known) if last else self.shard_rows
+            paired = min(len(known), rows)
         else:
-            same = np.array([one == other for one, other in zip(hashes, kept, strict=False)], dtype=bool)
             rows = _filled(same) if last else self.shard_rows
             paired = int(same[:rows].sum())
-        if found and (paired < rows or (hashes and not rows)):
-            where = text.shard_path(number)
-            self._leave_out(
-                where, f"{max(rows, len(hashes)) - paired} of its rows have no text whose hash is their key"
-            )
+        if known and (paired < rows or (hashes and not rows)):
+            where = table.text.array.shard_path(number)
+            unpaired = max(rows, len(hashes)) - paired
+            self._leave_out(where, f"{unpaired} of its rows have no text whose hash is their key")
             texts = None
-        shard = _TextShard(number * self.shard_rows, rows, found[:rows])
         present = np.arange(self.shard_rows) < rows
-        for array, name, values in ((text, TEXT_ARRAY, texts), (keys, KEY_ARRAY, stored)):
-            if values is not None and len(found) >= rows > 0:
-                size = array.shard_path(number).stat().st_size
-                record = ShardRecord(array.codec.digest(values[:rows]), 0.0, size, present)
-                shard.changes.append(Change("shards", shard_key(name, number), record.pack()))
+        changes = [
+            self._change(column.array, column.name, number, values[:rows], present)
+            for column, values in ((table.text, texts), (table.keys, keys))
+            if values is not None and len(known) >= rows > 0
+        ]
         self._step()
-        return shard
+        return _TextRows(number * self.shard_rows, rows, known[:rows], changes)
 
-    def _commit(self, pending: list["_TextShard"]) -> None:
-        """Publish neighbouring shards in one transaction; only the last may lack keys."""
+    def _commit(self, pending: list[_TextRows]) -> None:
+        """Publish consecutive shards in one transaction; only the last may lack keys."""
         if pending:
             changes = [change for shard in pending for change in shard.changes]
             keys = [key for shard in pending for key in shard.keys]
             self.index.commit(changes, keys=keys, first_row=pending[0].first)
             pending.clear()
 
-    # Vectors
+    # Spaces
 
     def spaces(self) -> None:
         for folder in _folders(self.path / SPACES):
@@ -216,10 +227,10 @@ class _Making:
                 self._space(self._view(record))
             except (OSError, ValueError, KeyError, TypeError, DamagedCache, FormatVersionError) as error:
                 if any(folder.glob("*/c/*")):  # otherwise it never held a vector
-                    self._leave_out(folder, f"its space.json or zarr.json does not say what it is: {error}")
+                    self._leave_out(folder, f"its space.json or zarr.json is not valid: {error}")
 
     def _view(self, record: SpaceRecord) -> SpaceView:
-        """The space, without its token columns where these cannot be opened: the next build makes them anew."""
+        """The space, without its token columns if these cannot be opened: the next build creates them again."""
         view = SpaceView(self.path, self.index, record)
         try:
             view.tokens  # noqa: B018
@@ -230,35 +241,49 @@ class _Making:
 
     def _space(self, view: SpaceView) -> None:
         count = 0
-        for number in _numbers(view.vectors):
-            record = self._vectors(view, number)
+        for number in shard_files(view.vectors):
+            values = self._stored(view.vectors, number)
+            present = np.zeros(self.shard_rows, dtype=bool) if values is None else self._valid(view, number, values)
             self._step()
-            if record is None:
+            if values is None or not present.any():
                 continue
-            changes = [Change("shards", shard_key(view.array_name, number), record.pack())]
+            bound = view.encoding.max_cosine_error
+            changes = [self._change(view.vectors, view.array_name, number, values[present], present, bound)]
             if not count:
                 changes.append(Change("spaces", view.slug.encode(), view.record.to_json()))
             self.index.commit(changes)
-            count += int(record.present.sum())
+            count += int(present.sum())
         if not count:
             return
         self.result.spaces[view.slug] = count
         if view.tokens is not None:
-            for number in _numbers(view.tokens.columns[STATES].array):
+            for number in shard_files(view.tokens.columns[STATES].array):
                 self._tokens(view.slug, view.tokens, number)
                 self._step()
 
+    def _valid(self, view: SpaceView, number: int, values: Rows) -> npt.NDArray[np.bool_]:
+        """`(shard_rows,)`: rows of a shard that are vectors of this space and have a text."""
+        places = np.flatnonzero(~view.encoding.is_blank(values))
+        finite, valid_length = valid_vectors(view, values[places])
+        good = finite & valid_length & (places + number * self.shard_rows < self.result.rows)
+        if not good.all():
+            reason = f"{int((~good).sum())} of its rows are not vectors of this space, or have no text"
+            self._leave_out(view.vectors.shard_path(number), reason)
+        present = np.zeros(self.shard_rows, dtype=bool)
+        present[places[good]] = True
+        return present
+
     def _tokens(self, slug: str, tokens: TokenColumns, number: int) -> None:
-        """Take the texts of one shard whose columns go together; attention where it goes with the rest."""
+        """Take the texts of one shard whose states and pieces match, and their attention if it matches too."""
         columns = tokens.columns
-        bodies = {}
-        for array, column in columns.items():
-            there = column.array.shard_path(number).is_file()
-            bodies[array] = self._stored(column.array, number) if there else None
-        states, pieces, maps = (bodies.get(array) for array in (STATES, PIECES, ATTENTION))
+        values = {
+            array: self._stored(column.array, number) if column.array.shard_path(number).is_file() else None
+            for array, column in columns.items()
+        }
+        states, pieces, attention = (values.get(array) for array in (STATES, PIECES, ATTENTION))
         path = columns[STATES].array.shard_path(number)
         if states is None or pieces is None:
-            self._leave_out(path, "its states or its pieces are gone, and one without the other says nothing")
+            self._leave_out(path, "its states or its pieces are gone, and one cannot be used without the other")
             return
         present = {array: np.zeros(tokens.shard_rows, dtype=bool) for array in columns}
         bad = 0
@@ -269,39 +294,20 @@ class _Making:
                 bad += 1
                 continue
             present[STATES][place] = present[PIECES][place] = True
-            if maps is not None and maps[place] != b"":
-                whole = replace(text, attention=maps[place])
-                present[ATTENTION][place] = not tokens.wrong(whole) and tokens.finite(whole)
+            if attention is not None and attention[place] != b"":
+                text = replace(text, attention=attention[place])
+                present[ATTENTION][place] = not tokens.wrong(text) and tokens.finite(text)
                 bad += not present[ATTENTION][place]
         if bad:
-            self._leave_out(path, f"{bad} of its rows do not go with their pieces or attention, or are of no text")
+            self._leave_out(path, f"{bad} of its rows do not match their pieces or attention, or have no text")
         changes = []
         for array, column in columns.items():
-            body, mask = bodies[array], present[array]
-            if body is not None and mask.any():
-                worst = tokens.encoding.max_cosine_error if array == STATES else 0.0
-                size = column.array.shard_path(number).stat().st_size
-                record = ShardRecord(column.array.codec.digest(body[mask]), worst, size, mask)
-                changes.append(Change("shards", shard_key(column.name, number), record.pack()))
+            stored, mask = values[array], present[array]
+            if stored is not None and mask.any():
+                bound = tokens.encoding.max_cosine_error if array == STATES else 0.0
+                changes.append(self._change(column.array, column.name, number, stored[mask], mask, bound))
         self.index.commit(changes)
         self.result.tokens[slug] = self.result.tokens.get(slug, 0) + int(present[STATES].sum())
-
-    def _vectors(self, view: SpaceView, number: int) -> ShardRecord | None:
-        values = self._stored(view.vectors, number)
-        if values is None:
-            return None
-        path = view.vectors.shard_path(number)
-        places = np.flatnonzero(~view.encoding.is_blank(values))
-        finite, sound = vectors_sound(view, values[places])
-        good = finite & sound & (places + number * self.shard_rows < self.result.rows)
-        if not good.all():
-            self._leave_out(path, f"{int((~good).sum())} of its rows are no vectors of this space, or of no text")
-        if not good.any():
-            return None
-        present = np.zeros(self.shard_rows, dtype=bool)
-        present[places[good]] = True
-        digest = view.vectors.codec.digest(values[present])
-        return ShardRecord(digest, view.encoding.max_cosine_error, path.stat().st_size, present)
 
     # Corpora
 
@@ -311,53 +317,28 @@ class _Making:
                 record = CorpusRecord.from_json((folder / CORPUS_JSON).read_bytes())
                 if record.name != folder.name:
                     raise ValueError(f"it describes {record.name}")
-                self._check_rows(Manifest(record, self.path))
+                self._check(Manifest(record, self.path))
             except (OSError, ValueError, KeyError, TypeError, DamagedCache) as error:
                 if any(folder.glob("rows-*.npy")):
-                    why = f"its {CORPUS_JSON} and its row list do not prove each other: {error}"
-                    self._leave_out(folder, f"{why}; `tcache build` from its files makes it again")
+                    why = f"its {CORPUS_JSON} and its manifest do not match: {error}"
+                    self._leave_out(folder, f"{why}; `tcache build` from its files rewrites it")
                 continue
             self.index.commit([Change("corpora", record.name.encode(), record.to_json())])
             self.result.corpora.append(record.name)
 
-    def _check_rows(self, manifest: Manifest) -> None:
-        for start in range(0, len(manifest), 2**20):
-            part = manifest.rows[start : start + 2**20]
-            if ((part < 0) | (part >= self.result.rows)).any():
-                raise ValueError(f"its row list names rows outside the table of {self.result.rows}")
-        wrong = wrong_domains(manifest.record, manifest.domains, deep=True)
-        if wrong:
-            raise ValueError(wrong)
+    def _check(self, manifest: Manifest) -> None:
+        faults = manifest_faults(manifest, self.result.rows, self.table, deep=True)
         try:
-            made = fingerprint_of(self.table, manifest.rows)
+            fault = next(faults, None)
         except DamagedCache:
-            return  # some of its texts are lost; nothing speaks against the list, and its sources may bring them back
-        if made != manifest.record.fingerprint:
-            raise ValueError(f"its row list leads to texts with the fingerprint {made}, not to its own")
-
-
-@dataclass
-class _TextShard:
-    """What the new index says of the texts of one shard: `keys` of `rows` rows, or of none."""
-
-    first: int
-    rows: int
-    keys: list[bytes]
-    changes: list[Change] = field(default_factory=list)
+            return  # some of its texts are lost, and `repair` may restore them
+        if fault is not None:
+            raise ValueError(fault[0])
 
 
 def _filled(mask: npt.NDArray[np.bool_]) -> int:
     """Places up to the last that is true."""
     return int(np.flatnonzero(mask).max(initial=-1)) + 1
-
-
-def _numbers(array: ShardedArray) -> list[int]:
-    """Shards of which there is a file, ascending."""
-    folder = array.folder / "c"
-    if not folder.is_dir():
-        return []
-    numbers = [int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal()]
-    return sorted(number for number in numbers if array.shard_path(number).is_file())
 
 
 def _folders(folder: Path) -> Iterator[Path]:

@@ -314,7 +314,7 @@ def test_caches_are_merged_and_the_result_verifies(cache: Path, tmp_path: Path) 
 
 def test_verify_has_some_rows_encoded_again_by_the_teacher(cache: Path) -> None:
     record = json.loads(run("verify", cache, "--teacher", "toy", "--every", "2", "--json").stdout)
-    assert (record["ok"], record["deep"], record["asked"]) == (True, True, 2)
+    assert (record["ok"], record["deep"], record["reencoded"]) == (True, True, 2)
     assert "2 rows encoded again, 1 - cos at most" in run("verify", cache, "--teacher", "toy", "--every", "2").stdout
 
 
@@ -335,11 +335,16 @@ def test_a_repair_says_what_it_did_and_the_build_after_it_encodes_just_that(corp
     assert result.exit_code == 0
     assert "its 4 rows are missing now" in result.stdout
     assert result.stdout.splitlines()[-2:] == [
-        "1 mended, 0 not; 4 rows are missing now",
+        "1 repaired, 0 not; 4 rows are missing now",
         "next: tcache build with the same corpus, teacher and --columns",
     ]
     assert "0 cached, 4 encoded" in run("build", corpus, "--teacher", "toy", "--cache", cache).stdout
-    assert json.loads(run("repair", cache, "--json").stdout) == {"ok": True, "mended": [], "unmended": [], "missing": 0}
+    assert json.loads(run("repair", cache, "--json").stdout) == {
+        "ok": True,
+        "repaired": [],
+        "unrepaired": [],
+        "missing": 0,
+    }
 
 
 def test_a_repair_that_lacks_the_texts_ends_with_3_and_takes_them_from_a_file(corpus: Path, cache: Path) -> None:
@@ -347,7 +352,7 @@ def test_a_repair_that_lacks_the_texts_ends_with_3_and_takes_them_from_a_file(co
     moved = corpus.rename(corpus.with_name("moved.jsonl"))
     result = run("repair", cache)
     assert result.exit_code == 3
-    assert "4 texts are lost: name the corpus files that hold them with --corpus" in result.stdout
+    assert f"4 texts are lost and nothing was changed: `tcache repair {cache} --corpus FILE`" in result.stdout
     assert run("repair", cache, "--corpus", moved).exit_code == 0
     assert run("verify", cache, "--deep").exit_code == 0
 

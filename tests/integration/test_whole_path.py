@@ -106,7 +106,7 @@ DEMO_GAIN_OVERLAP = 0.05
 @pytest.mark.slow
 def test_the_demo_makes_a_better_student_and_leaves_a_cache_and_a_run(tmp_path: Path) -> None:
     from distill.runs.demo import run_demo
-    from teacher_cache.maintenance.verify import verify
+    from teacher_cache.maintenance.check import verify
 
     result = run_demo(tmp_path / "demo")
     before, after = result.run["agreement"]["before"], result.run["agreement"]["after"]

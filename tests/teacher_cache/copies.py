@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.maintenance.verify import verify
+from teacher_cache.maintenance.check import verify
 from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import SHARD_ROWS, numbered
 

@@ -22,7 +22,7 @@ from teacher_cache.building.build import BuildReport, Progress, build
 from teacher_cache.building.workers import Answers, LocalWorkers, Workers
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CorpusError, DiskFull, TeacherError
-from teacher_cache.maintenance.verify import verify
+from teacher_cache.maintenance.check import verify
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve

@@ -21,7 +21,7 @@ from teacher_cache.errors import (
     SpaceMismatch,
     SpaceNotFound,
 )
-from teacher_cache.maintenance.verify import verify
+from teacher_cache.maintenance.check import verify
 from teacher_cache.storage import shards
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.shards import ShardedArray

@@ -10,10 +10,10 @@ import zarr
 
 from teacher_cache.building.build import build
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache
+from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.gc import reclaim
 from teacher_cache.maintenance.info import describe
 from teacher_cache.maintenance.repair import repair
-from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.codec import ENCODINGS, find_encoding
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions

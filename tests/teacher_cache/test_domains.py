@@ -17,11 +17,11 @@ from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus import corpus as corpus_module
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CorpusError, DamagedCache
+from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.gc import reclaim
 from teacher_cache.maintenance.info import describe
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import repair
-from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.manifest import CorpusRecord
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.transfer.merge import merge
@@ -343,7 +343,7 @@ def test_a_lost_domain_list_names_the_command_that_makes_it_again(tmp_path: Path
         cache.corpus()
     path.unlink()
     report = repair(tmp_path / "cache", Corpus.open(jsonl(tmp_path / "copy.jsonl")))
-    (left,) = report.unmended
+    (left,) = report.unrepaired
     assert "--text-key text --domain-key source" in left.action
     assert repair(tmp_path / "cache", Corpus.open(tmp_path / "copy.jsonl", domain_key="source")).ok
     assert kept(tmp_path) == DOMAINS
@@ -358,7 +358,7 @@ def test_a_row_list_is_made_again_beside_a_sound_domain_list(tmp_path: Path) -> 
     rows.unlink()
     report = repair(tmp_path / "cache", Corpus.open(tmp_path / "copy.jsonl"))
     assert report.ok
-    assert report.mended
+    assert report.repaired
     assert kept(tmp_path) == DOMAINS
     assert {file.name for file in (tmp_path / "cache/corpora/corpus").iterdir()} == {
         rows.name,

@@ -23,7 +23,7 @@ from teacher_cache.errors import (
     KnownError,
     SpaceMismatch,
 )
-from teacher_cache.maintenance.verify import verify
+from teacher_cache.maintenance.check import verify
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.table import intake

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from teacher_cache.building.build import build
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, SpaceMismatch
-from teacher_cache.maintenance.verify import verify
+from teacher_cache.maintenance.check import verify
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.table import intake

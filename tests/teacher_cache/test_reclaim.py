@@ -14,9 +14,9 @@ import pytest
 
 from teacher_cache.building.build import build
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusNotFound, SpaceNotFound
+from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.gc import ReclaimReport, reclaim
 from teacher_cache.maintenance.repair import repair
-from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.index import Change
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions

@@ -12,9 +12,9 @@ import pytest
 from teacher_cache.building.build import BuildReport, build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheLocked, CacheNotFound, CorpusError, DamagedCache
+from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import RepairReport, repair
-from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.index import Change, row_value, shard_key
 from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
@@ -90,7 +90,7 @@ def flip(file: Path, place: int) -> None:
 
 
 def actions(report: RepairReport) -> list[tuple[str, int]]:
-    return [(mend.kind, mend.rows) for mend in report.mended]
+    return [(action.kind, action.rows) for action in report.repaired]
 
 
 # Vectors
@@ -136,7 +136,7 @@ def test_a_damaged_shard_is_set_aside_and_its_rows_alone_are_encoded_again(
     damaged = {place: (sound.path / place).read_bytes() for place in places if (sound.path / place).exists()}
     report = repair(sound.path)
     assert report.ok
-    assert [mend.rows for mend in report.mended] == [8] * len(shards)
+    assert [action.rows for action in report.repaired] == [8] * len(shards)
     assert report.missing == 8 * len(shards)
     assert {place: (sound.path / "damaged" / place).read_bytes() for place in damaged} == damaged
     assert verify(sound.path, deep=True).ok  # what is left is proven
@@ -174,7 +174,7 @@ def test_a_vector_too_many_is_forgotten(sound: Sound) -> None:
 def test_a_sound_cache_is_left_as_it_is(sound: Sound) -> None:
     before = {file: file.read_bytes() for file in sound.path.rglob("*") if file.is_file() and "lmdb" not in str(file)}
     report = repair(sound.path)
-    assert report.to_json() == {"ok": True, "mended": [], "unmended": [], "missing": 0}
+    assert report.to_json() == {"ok": True, "repaired": [], "unrepaired": [], "missing": 0}
     after = {file: file.read_bytes() for file in sound.path.rglob("*") if file.is_file() and "lmdb" not in str(file)}
     assert after == before
 
@@ -232,9 +232,9 @@ def test_keys_are_made_again_from_the_texts(sound: Sound, damage: Callable[[Soun
     report = repair(sound.path)
     assert report.ok
     assert report.missing == 0
-    assert {mend.action for mend in report.mended} <= {
-        "written anew: texts/keys/c/1/0, every text proven by its key",
-        "written anew: texts/text/c/1 and texts/keys/c/1/0, every text proven by its key",
+    assert {action.action for action in report.repaired} <= {
+        "rewritten: texts/keys/c/1/0, every text confirmed by its key",
+        "rewritten: texts/text/c/1 and texts/keys/c/1/0, every text confirmed by its key",
     }
     sound.assert_as_before()
 
@@ -274,8 +274,8 @@ def test_lost_texts_are_read_again_from_where_the_corpus_came_from(
         )
     damage(sound)
     report = repair(sound.path)
-    assert report.unmended == []
-    assert report.mended != []
+    assert report.unrepaired == []
+    assert report.repaired != []
     sound.assert_as_before()
 
 
@@ -285,7 +285,7 @@ def test_lost_texts_are_read_again_from_files_that_are_named(sound: Sound, damag
     lines = [json.dumps({"sentence": text}) for text in ["unknown", *reversed(TEXTS)]]
     (sound.folder / "again.jsonl").write_text("\n".join(lines))
     report = repair(sound.path, Corpus.open(sound.folder / "again.jsonl", "sentence"))
-    assert report.unmended == []
+    assert report.unrepaired == []
     sound.assert_as_before()
 
 
@@ -308,9 +308,10 @@ def test_texts_that_are_nowhere_to_be_found_are_named_and_nothing_changes(
     before = verify(sound.path, deep=True)
     report = repair(sound.path)
     assert not report.ok
-    assert [mend.rows for mend in report.unmended] == [lost]
-    assert f"{lost} texts are lost: name the corpus files that hold them with --corpus" in report.unmended[0].action
-    assert "gone.jsonl is gone" in report.unmended[0].action
+    assert [action.rows for action in report.unrepaired] == [lost]
+    assert f"{lost} texts are lost and nothing was changed" in report.unrepaired[0].action
+    assert f"`tcache repair {sound.path} --corpus FILE` restores them" in report.unrepaired[0].action
+    assert "gone.jsonl does not exist any more" in report.unrepaired[0].action
     assert verify(sound.path, deep=True) == before
     assert not (sound.path / "damaged").exists()
 
@@ -335,7 +336,7 @@ def test_a_text_that_is_not_that_of_its_key_is_replaced(sound: Sound) -> None:
         cache.index.commit([Change("shards", shard_key(TEXT_ARRAY, 1), changed.pack())])
     assert [damage.kind for damage in verify(sound.path, deep=True).damage] == ["key"]
     without_sources(sound)
-    assert [mend.rows for mend in repair(sound.path).unmended] == [1]
+    assert [action.rows for action in repair(sound.path).unrepaired] == [1]
     assert repair(sound.path, Corpus.open(sound.corpus)).ok
     sound.assert_as_before()
 
@@ -346,7 +347,7 @@ def test_a_text_that_the_index_has_under_another_row_is_told_though_its_keys_are
         cache.index.commit([Change("keys", text_key(TEXTS[9]), row_value(5))])
     report = repair(sound.path)
     assert actions(report) == [("digest", 8)]
-    assert [(mend.kind, mend.rows) for mend in report.unmended] == [("index", 1)]
+    assert [(action.kind, action.rows) for action in report.unrepaired] == [("index", 1)]
 
 
 @pytest.mark.parametrize("change", ["lost", "moved", "rows"])
@@ -364,7 +365,7 @@ def test_an_index_that_is_wrong_about_texts_is_left_to_reindex(sound: Sound, cha
     files = {file: file.read_bytes() for file in (sound.path / "texts").rglob("*") if file.is_file()}
     report = repair(sound.path)
     assert not report.ok
-    assert all("`tcache reindex`" in mend.action for mend in report.unmended)
+    assert all("`tcache reindex`" in action.action for action in report.unrepaired)
     assert {file: file.read_bytes() for file in (sound.path / "texts").rglob("*") if file.is_file()} == files
 
 
@@ -393,7 +394,7 @@ def test_a_row_list_is_made_again_from_its_texts(sound: Sound, damage: Callable[
     without_sources(sound)
     damage(sound)
     report = repair(sound.path, Corpus.open(sound.corpus))
-    assert report.unmended == []
+    assert report.unrepaired == []
     assert actions(report) == [("corpus", 20)]
     sound.assert_as_before()
 
@@ -403,7 +404,7 @@ def test_other_texts_make_no_row_list(sound: Sound, texts: list[str]) -> None:
     without_sources(sound)
     lost_list(sound)
     report = repair(sound.path, corpus_of(sound.folder, texts))
-    (left,) = report.unmended
+    (left,) = report.unrepaired
     assert (left.kind, left.rows) == ("corpus", 20)
     assert f"`tcache build {sound.folder / 'gone.jsonl'} --text-key text --teacher T --name corpus" in left.action
     assert list((sound.path / "corpora/corpus").glob("rows*")) == []
@@ -443,8 +444,8 @@ def test_lost_metadata_are_written_anew(sound: Sound, content: str | None) -> No
         if content is not None:
             file.write_text(content)
     report = repair(sound.path)
-    assert report.unmended == []
-    assert [mend.kind for mend in report.mended] == ["damaged_cache"] * 3 + ["damaged_space"]
+    assert report.unrepaired == []
+    assert [action.kind for action in report.repaired] == ["damaged_cache"] * 3 + ["damaged_space"]
     after = [json.loads(file.read_bytes()) for file in lost]
     assert after[1:] == before[1:]
     assert before[0].items() - after[0].items() <= {("id", before[0]["id"])}
@@ -457,7 +458,7 @@ def test_metadata_that_no_shard_proves_are_not_written(sound: Sound) -> None:
         flip(sound.shard(number), 40)
     (folder / "zarr.json").unlink()
     report = repair(sound.path)
-    (left,) = report.unmended
+    (left,) = report.unrepaired
     assert left.kind == "damaged_space"
     assert not (folder / "zarr.json").exists()
     assert len(list(folder.glob("c/*/0"))) == 3
@@ -527,7 +528,7 @@ def test_what_a_lost_index_is_made_from_is_checked_and_written_again(tmp_path: P
             file.write_bytes(spoiled)
     assert sorted(damage.kind for damage in verify(path).damage) == ["corpus", "damaged_space"]
     report = repair(path)
-    assert (report.ok, len(report.mended), report.missing) == (True, 2, 0)
+    assert (report.ok, len(report.repaired), report.missing) == (True, 2, 0)
     shutil.rmtree(path / "index.lmdb")
     assert reindex(path).ok
     assert verify(path, deep=True).ok

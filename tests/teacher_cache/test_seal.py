@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pytest
 
 from teacher_cache.errors import CacheError, CacheNotFound, CorpusNotFound, DamagedCache, MissingRows, SpaceNotFound
+from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.seal import seal
-from teacher_cache.maintenance.verify import verify
 from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import built, numbered, said
 

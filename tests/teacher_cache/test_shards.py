@@ -292,7 +292,7 @@ import numpy as np
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.errors import DiskFull
 from teacher_cache.teachers import TeacherOptions, resolve
-from teacher_cache.maintenance.verify import verify
+from teacher_cache.maintenance.check import verify
 path = {str(disk / "cache")!r}
 with TeacherCache.open(path, "a", shard_rows=1024) as cache:
     done = 0

@@ -23,9 +23,9 @@ from teacher_cache.building.build import BuildReport, Progress, build
 from teacher_cache.building.plan import plan
 from teacher_cache.building.workers import Answers, LocalWorkers, Workers
 from teacher_cache.errors import CacheError, SpaceMismatch, TeacherError
+from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.info import describe
 from teacher_cache.maintenance.seal import seal
-from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, TeacherSpec

@@ -11,10 +11,10 @@ import pytest
 
 from teacher_cache.building.build import BuildReport
 from teacher_cache.errors import DamagedCache
+from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.gc import reclaim
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import repair
-from teacher_cache.maintenance.verify import verify
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES
@@ -95,12 +95,12 @@ def test_damage_of_a_token_shard_is_found_and_the_next_build_fills_exactly_it(
     assert kinds(path) == {kind: 4}
     if quick:
         assert kinds(path, deep=False) == {kind: 4}
-    mended = repair(path)
-    assert mended.ok
-    assert mended.missing == 4
-    (mend,) = mended.mended
-    assert mend.rows == 4
-    assert f"--columns vectors,tokens{',attention' * (array == ATTENTION)}` encodes them" in mend.action
+    report = repair(path)
+    assert report.ok
+    assert report.missing == 4
+    (action,) = report.repaired
+    assert action.rows == 4
+    assert f"--columns vectors,tokens{',attention' * (array == ATTENTION)}` encodes them" in action.action
     assert verify(path, deep=True).ok
     lost = [8, 9, 10, 11]
     tokens = columns_of(opened(path))
@@ -117,10 +117,10 @@ def test_two_damaged_arrays_of_one_shard_cost_its_rows_once(path: Path) -> None:
     flip(shard(path, STATES, 1))
     flip(shard(path, PIECES, 1))
     flip(shard(path, ATTENTION, 3))
-    mended = repair(path)
-    assert mended.ok
-    assert sorted(mend.rows for mend in mended.mended) == [0, 4, 4]
-    assert mended.missing == 8
+    report = repair(path)
+    assert report.ok
+    assert sorted(action.rows for action in report.repaired) == [0, 4, 4]
+    assert report.missing == 8
     assert filled_again(path).encoded == 8
     assert_said(opened(path), TEXTS)
 
@@ -174,9 +174,9 @@ def test_lost_metadata_of_an_array_are_written_again(path: Path, array: str) -> 
     before = file.read_bytes()
     file.unlink()
     assert kinds(path, deep=False) == {"damaged_space": 0}
-    mended = repair(path)
-    assert [mend.kind for mend in mended.mended] == ["damaged_space"]
-    assert mended.ok
+    report = repair(path)
+    assert [action.kind for action in report.repaired] == ["damaged_space"]
+    assert report.ok
     assert json.loads(file.read_bytes()) == json.loads(before)
     assert verify(path, deep=True).ok
     assert_said(opened(path), TEXTS)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from teacher_cache.errors import CacheNotFound, DamagedCache, SpaceMismatch, SpaceNotFound
+from teacher_cache.maintenance.check import CheckReport, verify
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import repair
-from teacher_cache.maintenance.verify import Verdict, verify
 from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.index import Change, ShardRecord, row_value, shard_key
 from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
@@ -41,7 +41,7 @@ def path(tmp_path: Path, sound: Path) -> Path:
     return shutil.copytree(sound, tmp_path / "cache")
 
 
-def kinds(verdict: Verdict) -> set[str]:
+def kinds(verdict: CheckReport) -> set[str]:
     return {damage.kind for damage in verdict.damage}
 
 
@@ -73,7 +73,7 @@ def test_a_sound_cache_has_no_damage(path: Path) -> None:
             "rows": 20,
             "deep": deep,
             "leftovers": [],
-            "asked": 0,
+            "reencoded": 0,
             "largest_difference": None,
         }
 
@@ -208,7 +208,7 @@ def test_a_promised_chunk_that_is_not_stored_is_damage(path: Path) -> None:
         view.vectors.write_shard(2, view.vectors.empty(8), np.zeros(8, dtype=bool))
     (damage,) = verify(path).damage
     assert (damage.kind, damage.rows) == ("damaged_shard", 4)
-    assert "promised chunks are not stored, rows 16 to 23" in damage.where
+    assert "recorded chunks are not stored, rows 16 to 23" in damage.where
 
 
 def many_chunks(folder: Path, storage: str) -> Path:
@@ -317,7 +317,7 @@ def promise_too_few_texts(cache: TeacherCache) -> None:
     [
         (lose_a_key, "the index has 19 text keys for 20 rows"),
         (lose_a_record, "no record of shard 1 of texts/keys"),
-        (promise_rows_beyond_the_table, "promises rows past the table's 20"),
+        (promise_rows_beyond_the_table, "records rows past the table's 20"),
         (promise_too_few_texts, "texts/text/c/0: 7 rows recorded, expected 8"),
     ],
 )
@@ -431,15 +431,15 @@ def test_a_teacher_is_asked_for_every_nth_row_again(path: Path) -> None:
     verdict = verify(path, teacher=TOY, every=3)
     assert verdict.ok
     assert verdict.deep
-    assert verdict.asked == 7  # rows 0, 3, ..., 18
+    assert verdict.reencoded == 7  # rows 0, 3, ..., 18
     assert verdict.largest_difference is not None
     assert verdict.largest_difference <= 1e-4
 
 
 def test_about_a_thousand_rows_are_asked_for_unless_told_otherwise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verify(path, teacher=TOY).asked == 20
-    monkeypatch.setattr("teacher_cache.maintenance.verify.ASKED_ROWS", 4)
-    assert verify(path, teacher=TOY).asked == 4  # every fifth
+    assert verify(path, teacher=TOY).reencoded == 20
+    monkeypatch.setattr("teacher_cache.maintenance.check.REENCODED_ROWS", 4)
+    assert verify(path, teacher=TOY).reencoded == 4  # every fifth
 
 
 def test_rows_that_the_teacher_says_otherwise_are_named(path: Path) -> None:
@@ -448,7 +448,7 @@ def test_rows_that_the_teacher_says_otherwise_are_named(path: Path) -> None:
     assert verify(path, deep=True).ok
     verdict = verify(path, teacher=TOY, every=1)
     (damage,) = verdict.damage
-    assert (damage.kind, damage.rows, verdict.asked) == ("teacher", 4, 20)
+    assert (damage.kind, damage.rows, verdict.reencoded) == ("teacher", 4, 20)
     assert "4 of 20 rows differ" in damage.where
     assert damage.where.endswith("row 12, 13, 14, 15")
     assert verdict.largest_difference is not None
@@ -492,7 +492,7 @@ def test_a_cache_without_a_space_cannot_be_compared_with_a_teacher(tmp_path: Pat
 def test_only_the_space_of_the_teacher_is_compared(tmp_path: Path) -> None:
     built(tmp_path, TEXTS)
     built(tmp_path, TEXTS[:7], teacher=TeacherOptions(model="toy", dims=8))
-    assert verify(tmp_path / "cache", teacher=TeacherOptions(model="toy", dims=8), every=1).asked == 7
+    assert verify(tmp_path / "cache", teacher=TeacherOptions(model="toy", dims=8), every=1).reencoded == 7
 
 
 def test_progress_is_told_after_every_shard(path: Path) -> None:
