@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from teacher_cache.maintenance.verify import verify
 
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus, to_corpus
 from teacher_cache.errors import CacheError, CorpusError
 from teacher_cache.maintenance.info import describe
 from teacher_cache.maintenance.repair import repair
-from teacher_cache.maintenance.verify import verify
 from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import TOY, numbered
 
