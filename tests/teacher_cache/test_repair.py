@@ -478,7 +478,7 @@ def test_a_cache_that_has_lost_its_description_is_not_built_over(sound: Sound) -
 
 def test_a_lost_index_is_left_to_reindex(sound: Sound) -> None:
     shutil.rmtree(sound.path / "index.lmdb")
-    with pytest.raises(DamagedCache, match=r"`tcache reindex .*` makes it again"):
+    with pytest.raises(DamagedCache, match=r"`tcache reindex .*` rebuilds it"):
         repair(sound.path)
 
 

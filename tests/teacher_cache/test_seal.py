@@ -103,7 +103,7 @@ def test_a_copied_cache_takes_its_sealed_copy_along(tmp_path: Path, cache: Path)
     seal(cache)
     shutil.copytree(cache, tmp_path / "copied", ignore=shutil.ignore_patterns("index.lmdb"))
     assert served(tmp_path / "copied", sealed=True)[0] == list(range(20))
-    with pytest.raises(DamagedCache, match="is gone"):
+    with pytest.raises(DamagedCache, match="is missing"):
         TeacherCache.open(tmp_path / "copied")
 
 
@@ -114,7 +114,7 @@ def test_without_a_sealed_copy_asking_for_it_says_how_to_make_one(cache: Path) -
 
 def test_a_writer_never_takes_the_sealed_copy(cache: Path) -> None:
     seal(cache)
-    with pytest.raises(CacheError, match="a sealed index is for readers"):
+    with pytest.raises(CacheError, match="a sealed index is read-only"):
         TeacherCache.open(cache, "a", sealed=True)
     TeacherCache.open(cache, "a").close()  # and the refusal has left no lock
 

@@ -318,7 +318,7 @@ def test_token_columns_in_another_format_are_left_out_of_a_joined_cache_and_name
     report = merge([other], one)
     (line,) = report.left_out
     assert line.startswith(f"tokens of 24 as int8, attention of layers 1, 3 of {other}: space ")
-    assert "keeps tokens as float16, not int8" in line
+    assert "has tokens as float16, not int8" in line
     assert report.token_texts == 0
     assert_said(opened(one), TEXTS[:9])
     assert unequal_rows(opened(one), TEXTS) == []

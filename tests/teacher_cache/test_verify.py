@@ -385,8 +385,8 @@ def test_a_lost_index_is_damage_and_no_build_makes_an_empty_one(tmp_path: Path, 
     shutil.move(path / lost, tmp_path / "elsewhere")
     (damage,) = verify(path).damage
     assert damage.kind == "damaged_cache"
-    assert "index.lmdb is gone" in damage.where
-    with pytest.raises(DamagedCache, match=r"index\.lmdb is gone"):
+    assert "index.lmdb is missing" in damage.where
+    with pytest.raises(DamagedCache, match=r"index\.lmdb is missing"):
         built(tmp_path, numbered(1))
     assert not (path / "index.lmdb/data.mdb").exists()
 
