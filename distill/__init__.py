@@ -7,8 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distill.config import DataConfig as DataConfig
+    from distill.config import EvaluationConfig as EvaluationConfig
+    from distill.config import ObjectiveConfig as ObjectiveConfig
     from distill.config import RunConfig as RunConfig
-    from distill.config.reading import build_config as build_config
+    from distill.config import SharpnessConfig as SharpnessConfig
+    from distill.config import StudentConfig as StudentConfig
+    from distill.config import TeacherConfig as TeacherConfig
+    from distill.config import TrainingConfig as TrainingConfig
     from distill.evaluation.base import Report as Report
     from distill.evaluation.base import Task as Task
     from distill.objectives.base import Needs as Needs
@@ -21,14 +27,20 @@ if TYPE_CHECKING:
 # Public name -> module that defines it.
 _PUBLIC = {
     "CachedLoss": "distill.training.loss",
+    "DataConfig": "distill.config",
+    "EvaluationConfig": "distill.config",
     "Needs": "distill.objectives.base",
     "Objective": "distill.objectives.base",
+    "ObjectiveConfig": "distill.config",
     "Report": "distill.evaluation.base",
     "RunConfig": "distill.config",
     "RunResult": "distill.runs.run",
+    "SharpnessConfig": "distill.config",
     "Student": "distill.student.student",
+    "StudentConfig": "distill.config",
     "Task": "distill.evaluation.base",
-    "build_config": "distill.config.reading",
+    "TeacherConfig": "distill.config",
+    "TrainingConfig": "distill.config",
     "run": "distill.runs.run",
 }
 __all__ = [*_PUBLIC]

@@ -19,6 +19,7 @@ from cli.distill import main as distill
 from cli.tcache import main as tcache
 from distill.config import RunConfig
 from distill.objectives import OBJECTIVES
+from distill.runs.demo import demo_teacher
 from teacher_cache.space import LABELS, EmbeddingSpace
 from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.index import DATABASES
@@ -273,6 +274,13 @@ def test_the_nine_tasks_and_their_domains_are_told() -> None:
     assert told == NINE
 
 
+@pytest.mark.parametrize("package", ["teacher_cache", "distill"])
+def test_every_public_name_is_on_the_page_of_its_package(package: str) -> None:
+    page = text_of(DOCS / "api" / f"{package}.md")
+    public = set(importlib.import_module(package).__all__) - {"__version__"}
+    assert {name for name in public if not re.search(rf"`{name}\b|^#+ {name}$", page, re.MULTILINE)} == set()
+
+
 # Examples
 
 
@@ -295,6 +303,9 @@ def test_examples_marked_run_do_run(page: Path, tmp_path: Path, monkeypatch: pyt
     for number, body in enumerate(program):
         folder = tmp_path / f"example-{number}"
         folder.mkdir()
+        if "distill-demo/" in body:  # written for a reader who has run `distill demo`
+            (folder / "distill-demo").mkdir()
+            demo_teacher(folder / "distill-demo")
         monkeypatch.chdir(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the libraries: errors only in our own tests
