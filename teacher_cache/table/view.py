@@ -227,11 +227,7 @@ class SpaceView:
             TypeError, ValueError: `rows` is not a 1-D array of integers, or `out` has another shape or dtype.
         """
         rows = as_rows(rows)
-        if (
-            out is not None
-            and hasattr(out, "data_ptr")
-            and (out.device.type != "cpu" or str(out.dtype) == "torch.bfloat16")
-        ):
+        if out is not None and _is_foreign(out):
             return _copied(self.gather(rows), out)
         into = np.empty((len(rows), self.dims), dtype=dtype) if out is None else _array_of(out)
         if into.shape != (len(rows), self.dims) or into.dtype.kind != "f":
