@@ -80,8 +80,8 @@ class PendingTokens:
         for place, row in enumerate(rows.tolist()):
             if has_all[place]:
                 continue
-            if place in checked.refused:
-                self.quarantined[row] = checked.refused[place]
+            if place in checked.quarantined:
+                self.quarantined[row] = checked.quarantined[place]
                 added.quarantined.add(row)
                 continue
             self.stored[row] = stored = checked.stored[place]

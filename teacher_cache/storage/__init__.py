@@ -1,1 +1,1 @@
-"""How the table lies on disk."""
+"""The table on disk."""

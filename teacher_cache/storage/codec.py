@@ -1,7 +1,7 @@
-"""Number formats of stored vectors, and the check that what is stored is what the teacher said.
+"""Encodings of stored vectors, and the check of stored values against the teacher output.
 
-Every row is converted, converted back and compared before it is written. A row that the format cannot hold is
-handed back with a reason; it is never stored silently.
+Every row is converted, converted back and compared before it is written. A row that the encoding cannot hold is
+returned with a reason and never stored.
 """
 
 import math
@@ -19,13 +19,13 @@ _BLOCK_ROWS = 1024
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the numbers of one space are stored: cast to a float type.
+    """How the vectors of one space are stored: cast to a float type.
 
     Attributes:
         dtype: little-endian numpy dtype on disk.
-        compressed: chunks go through blosc (lz4 after a bit shuffle).
-        checksum: chunks carry a checksum, which every read compares.
-        max_cosine_error: largest allowed 1 - cos between a row and what is read back.
+        compressed: chunks are compressed by blosc (lz4 after a bit shuffle).
+        checksum: chunks have a checksum, which every read compares.
+        max_cosine_error: largest allowed 1 - cos between a row and its stored values.
         max_norm_error: largest allowed relative error of a row's length.
     """
 
@@ -37,7 +37,7 @@ class Encoding:
     max_norm_error: float
 
     def width(self, dims: int) -> int:
-        """Numbers on disk for a vector of that many."""
+        """Stored numbers of a vector of `dims` numbers."""
         return dims
 
     def row_bytes(self, dims: int) -> int:
@@ -45,7 +45,7 @@ class Encoding:
         return self.width(dims) * np.dtype(self.dtype).itemsize
 
     def store(self, vectors: npt.NDArray[np.float32]) -> Stored:
-        """`(n, d)` float32 as `(n, width(d))` of the format's dtype."""
+        """`(n, d)` float32 as `(n, width(d))` of the stored dtype."""
         with np.errstate(over="ignore"):
             return vectors.astype(self.dtype)
 
@@ -54,16 +54,16 @@ class Encoding:
         np.copyto(out, stored, casting="same_kind")
 
     def is_blank(self, stored: Stored) -> npt.NDArray[np.bool_]:
-        """`(n,)`: which rows hold no vector."""
+        """`(n,)`: which stored rows are empty."""
         return np.asarray(np.isnan(stored).all(axis=1))
 
 
 @dataclass(frozen=True)
-class BlockFormat(Encoding):
-    """Eight-bit integers with a float16 scale for every `BLOCK` numbers of a vector.
+class BlockInt8(Encoding):
+    """8-bit integers with a float16 scale for every `BLOCK` numbers of a vector.
 
-    x = q * scale with q in [-127, 127] and scale = max |x| / 127 of the block. A row on disk is its d integers
-    followed by the bytes of its ceil(d / BLOCK) scales, little-endian. A row of zeros holds no vector.
+    x = q * scale with q in [-127, 127] and scale = max |x| / 127 of the block. A stored row is its d integers
+    followed by the bytes of its ceil(d / BLOCK) scales, little-endian. A row of zeros is empty.
     """
 
     BLOCK = 64
@@ -76,7 +76,7 @@ class BlockFormat(Encoding):
         starts = np.arange(0, dims, self.BLOCK)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             scales = (np.maximum.reduceat(np.abs(vectors), starts, axis=1) / 127).astype("<f2")
-            # A scale that was rounded down leaves a quotient above 127.
+            # The quotient exceeds 127 where the scale was rounded down.
             quotient = np.rint(vectors / self._spread(scales, dims)).clip(-127, 127)
             stored = np.empty((rows, self.width(dims)), dtype=self.dtype)
             stored[:, :dims] = np.nan_to_num(quotient, nan=0.0)
@@ -86,7 +86,7 @@ class BlockFormat(Encoding):
     def restore(self, stored: Stored, out: npt.NDArray[np.floating]) -> None:
         dims = out.shape[1]
         scales = np.ascontiguousarray(stored[:, dims:]).view("<f2")
-        if dims % self.BLOCK == 0 and out.flags.c_contiguous:  # without a scale for every number in between
+        if dims % self.BLOCK == 0 and out.flags.c_contiguous:  # broadcasts, without one scale per number
             blocks = (len(stored), dims // self.BLOCK, self.BLOCK)
             factors = scales.astype(np.float32)[:, :, None]
             np.multiply(stored[:, :dims].reshape(blocks), factors, out=out.reshape(blocks), casting="same_kind")
@@ -94,21 +94,21 @@ class BlockFormat(Encoding):
         np.multiply(stored[:, :dims], self._spread(scales, dims), out=out, casting="same_kind")
 
     def _spread(self, scales: npt.NDArray[np.generic], dims: int) -> npt.NDArray[np.float32]:
-        """The scale of every number of a vector."""
+        """`(n, dims)`: the scale of every number."""
         return np.repeat(scales.astype(np.float32), self.BLOCK, axis=1)[:, :dims]
 
     def is_blank(self, stored: Stored) -> npt.NDArray[np.bool_]:
         return np.asarray(~stored.any(axis=1))
 
 
-# float16 keeps 11 significant bits: on real vectors 1 - cos stays below 1e-7. The bounds leave room for
-# rows with many tiny entries, not for rows that overflow or vanish.
+# float16 has 11 significant bits: on real vectors 1 - cos stays below 1e-7. The bounds admit rows with many tiny
+# numbers, but not rows that overflow or vanish.
 ENCODINGS: dict[str, Encoding] = {
     encoding.name: encoding
     for encoding in (
         Encoding("float16", "<f2", True, True, 1e-6, 1e-3),
         Encoding("float16-raw", "<f2", False, False, 1e-6, 1e-3),
-        BlockFormat("int8", "|i1", False, True, 1e-4, 1e-2),
+        BlockInt8("int8", "|i1", False, True, 1e-4, 1e-2),
         Encoding("float32", "<f4", True, True, 0.0, 0.0),
     )
 }
@@ -142,48 +142,48 @@ def find_encoding(name: str) -> Encoding:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """Rows as they will be stored, with the verdict on each.
+class CheckedRows:
+    """Converted rows and the result of their check.
 
     Attributes:
-        stored: `(n, width)` in the format's dtype.
-        cosine_error: `(n,)` float64, 1 - cos of every row; NaN where the row is refused.
-        refused: row position -> why it must not be stored.
+        stored: `(n, width)` of the stored dtype.
+        cosine_error: `(n,)` float64, 1 - cos of every row; NaN where the row is quarantined.
+        quarantined: position -> why the row must not be stored.
     """
 
     stored: Stored
     cosine_error: npt.NDArray[np.float64]
-    refused: dict[int, str]
+    quarantined: dict[int, str]
 
 
 def combined_error(first: float, second: float) -> float:
-    """Bound on 1 - cos after two changes: chords, which are sqrt(2 (1 - cos)), add up at most."""
+    """Bound on 1 - cos after two conversions; their chords, sqrt(2 (1 - cos)), add up at most."""
     return (math.sqrt(first) + math.sqrt(second)) ** 2
 
 
 def cosine_errors(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """`(n,)`: 1 - cos between the rows of two `(n, d)` arrays; NaN where one has no direction.
+    """`(n,)`: 1 - cos between the rows of two `(n, d)` arrays; NaN where a row is zero.
 
-    From the chord between the unit vectors: subtracting a dot product from 1 would leave only rounding noise at 1e-8.
+    Computed from the chord between the unit vectors: near 1e-8, one minus a dot product is only rounding noise.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         chord = one / np.linalg.norm(one, axis=1)[:, None] - other / np.linalg.norm(other, axis=1)[:, None]
         return np.asarray((chord**2).sum(axis=1) / 2)
 
 
-def check_rows(vectors: npt.NDArray[np.float32], encoding: Encoding) -> Checked:
-    """Convert `(n, d)` float32 vectors to the format and compare every row with what will be read back."""
+def check_rows(vectors: npt.NDArray[np.float32], encoding: Encoding) -> CheckedRows:
+    """Convert `(n, d)` float32 vectors and compare every row with its stored values."""
     stored = encoding.store(vectors)
     back = np.empty_like(vectors)
     with np.errstate(invalid="ignore"):
         encoding.restore(stored, back)
     cosine_error = np.empty(len(vectors))
-    refused: dict[int, str] = {}
-    for start in range(0, len(vectors), _BLOCK_ROWS):  # in float64, so not all at once
+    quarantined: dict[int, str] = {}
+    for start in range(0, len(vectors), _BLOCK_ROWS):  # float64 copies: a block at a time
         block = slice(start, start + _BLOCK_ROWS)
         cosine_error[block], reasons = _compare(vectors[block], back[block], encoding)
-        refused |= {start + row: reason for row, reason in reasons.items()}
-    return Checked(stored, cosine_error, refused)
+        quarantined |= {start + row: reason for row, reason in reasons.items()}
+    return CheckedRows(stored, cosine_error, quarantined)
 
 
 def _compare(
@@ -194,17 +194,17 @@ def _compare(
     with np.errstate(invalid="ignore"):
         norm, back_norm = np.linalg.norm(exact, axis=1), np.linalg.norm(back, axis=1)
         norm_error = np.abs(back_norm - norm) / norm
-        # NaN compares false, so a row that is not finite or has no length is not good.
-        good = (cosine_error <= encoding.max_cosine_error) & (norm_error <= encoding.max_norm_error)
+        # NaN compares false, so rows that are zero or not finite are invalid.
+        valid = (cosine_error <= encoding.max_cosine_error) & (norm_error <= encoding.max_norm_error)
     reasons: dict[int, str] = {}
-    for row in np.flatnonzero(~good).tolist():
+    for row in np.flatnonzero(~valid).tolist():
         largest = np.abs(exact[row]).max()
         if np.isnan(largest):
-            reasons[row] = "the teacher gave NaN"
+            reasons[row] = "NaN in the teacher output"
         elif np.isinf(largest):
-            reasons[row] = "the teacher gave an infinite value"
+            reasons[row] = "infinite value in the teacher output"
         elif largest == 0:
-            reasons[row] = "the teacher gave a zero vector"
+            reasons[row] = "zero vector"
         elif not np.isfinite(back[row]).all():
             reasons[row] = f"overflows {encoding.name}: largest value {largest:.4g}"
         elif back_norm[row] == 0:
@@ -215,4 +215,4 @@ def _compare(
                 f"(bound {encoding.max_cosine_error:g}), norm off by {norm_error[row]:.2g} "
                 f"(bound {encoding.max_norm_error:g})"
             )
-    return np.where(good, cosine_error, np.nan), reasons
+    return np.where(valid, cosine_error, np.nan), reasons

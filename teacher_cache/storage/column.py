@@ -1,7 +1,4 @@
-"""One array of the table as the index promises it: what is not promised does not exist.
-
-Texts, keys and the vectors of each space are columns; all are read through here.
-"""
+"""One array of the table: texts, keys, or the vectors of a space. Only rows in the index exist."""
 
 import threading
 from pathlib import Path
@@ -17,7 +14,7 @@ from teacher_cache.storage.shards import ShardedArray
 
 
 class Column:
-    """Reads rows of one array after asking the index for them.
+    """Reads and writes the rows of one array that are in the index.
 
     Args:
         name: of the array in the index.
@@ -29,9 +26,9 @@ class Column:
         self.name = name
         self.array = ShardedArray(folder)
         self.shard_rows = self.array.shard_rows
-        # First row behind those that each shard holds without a gap: nearly always all that need be looked at.
+        # First absent row of each shard, as far as it is known; few shards have rows after it.
         self._ends = np.zeros(64, dtype=np.int64)
-        self._growing = threading.Lock()  # a thread must not put a shorter one in place of another's
+        self._growing = threading.Lock()  # a thread must not replace another's array by a shorter one
         self._gappy: dict[int, ShardRecord] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,17 +38,17 @@ class Column:
         self.__init__(**state)  # type: ignore[misc]
 
     def record(self, number: int) -> ShardRecord | None:
-        """What the index promises about one shard now."""
+        """The current record of a shard; None if it has no rows."""
         return self.index.shard(self.name, number)
 
     def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """`(n,)`: which rows of the table are there; -1, which `lookup` says of unknown texts, is not."""
+        """`(n,)`: which rows are present; -1, which stands for an unknown text, is not."""
         shard_of = rows // self.shard_rows
         try:
             mask = rows < self._ends[shard_of]
         except IndexError:
             inside = (rows >= 0) & (rows < self.index.rows())
-            if not inside.all():  # nothing grows for rows that no table has
+            if not inside.all():  # rows outside the table must not enlarge the array
                 inside[inside] = self.present(rows[inside])
                 return inside
             with self._growing:
@@ -68,14 +65,14 @@ class Column:
         return mask
 
     def _presence(self, number: int, within: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which places of one shard hold a row, by a record that is fetched again when it may have grown since."""
+        """Which positions of a shard are present; its record is read again if the known one lacks any of them."""
         known = self._gappy.get(number)
         if known is None or not known.present[within].all():
             newest = self.record(number)
             if newest is None:
                 return np.zeros(len(within), dtype=bool)
             if known is None or newest.digest != known.digest:
-                # Records without gaps are not kept: the file may be another than the one that was opened.
+                # Also if no record is known: those without gaps are not kept, and the file may have been replaced.
                 self.array.forget(number)
             known = newest
             gaps = np.flatnonzero(~known.present)
@@ -87,31 +84,33 @@ class Column:
         return known.present[within]
 
     def read(self, rows: npt.NDArray[np.int64], out: Rows | None = None) -> Rows:
-        """Rows of the table, in the order asked for, as they are stored.
+        """Stored values of rows, in the order of `rows`.
 
         Args:
-            out: written into instead of a new array; contiguous, of the array's dtype.
+            out: returned instead of a new array; contiguous, of the array's dtype.
 
         Raises:
-            MissingRows: a row is not there.
-            DamagedCache: a shard is not what the index says it is.
+            MissingRows: a row is missing.
+            DamagedCache: a shard does not match the index.
         """
         present = self.present(rows)
         if not present.all():
             missing = rows[~present]
-            raise MissingRows(f"{self.name} lacks {len(missing)} of {len(rows)} rows asked for, first row {missing[0]}")
+            raise MissingRows(f"{self.name} lacks {len(missing)} of {len(rows)} rows, the first is row {missing[0]}")
         return self.array.read(rows, out)
 
     def write(self, number: int, rows: npt.NDArray[np.int64], stored: Rows, worst: float) -> Change:
-        """Write one shard anew with more rows; durable when this returns, and true once the change is committed.
+        """Replace a shard by one with more rows; returns the change to commit.
+
+        The file is durable when this returns; readers see its new rows after the commit.
 
         Args:
             rows: of the table, in this shard.
-            stored: the same rows as they are stored.
-            worst: largest 1 - cos of one of them against what the teacher said.
+            stored: their values.
+            worst: largest 1 - cos between one of them and the teacher output.
 
         Raises:
-            DamagedCache: the shard's older rows are not what was written; nothing changes.
+            DamagedCache: the shard's older rows are not the values that were written; nothing changes.
         """
         before = self.record(number)
         body = self.array.empty(self.shard_rows)
@@ -124,6 +123,6 @@ class Column:
         body[within] = stored
         present[within] = True
         receipt = self.array.write_shard(number, body, present)
-        self.array.grow(self.index.rows())  # the whole table at once: its metadata are written once a build
+        self.array.grow(self.index.rows())  # to the size of the table: once per build
         record = ShardRecord(receipt.digest, worst, receipt.size, present)
         return Change("shards", shard_key(self.name, number), record.pack())

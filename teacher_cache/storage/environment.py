@@ -1,7 +1,6 @@
-"""A process's handle of an LMDB file: opened once, shared by all who use it there, closed with the last.
+"""One LMDB handle per file and process, shared by everything in the process and closed with its last user.
 
-LMDB allows one handle of a file in a process. It is never used across a fork: a handle that crosses one corrupts
-its readers' table.
+LMDB allows one handle of a file per process. It is never used after a fork, which would corrupt the reader table.
 """
 
 import errno
@@ -14,34 +13,34 @@ from typing import Any
 import lmdb
 
 from teacher_cache.errors import CacheError, CacheNotFound, DamagedCache, DiskFull
+from teacher_cache.storage.files import DISK_FULL_HINT
 
 DATA = "data.mdb"
 LOCK = "lock.mdb"
 FIRST_MAP_BYTES = 64 * 2**20
 MAX_READERS = 1024
-# LMDB need not write pages at the end that were freed in the transaction that took them: so many in a large index,
-# fewer in a small one.
+# LMDB may leave out pages at the end that one transaction took and freed: at most this many, fewer in a small index.
 UNWRITTEN_PAGES = 16
 
-# Held while an environment is opened, read, written or closed. One for all of them: the garbage collector may close
-# one in the middle of reading another, and a lock for each would be taken in no fixed order.
+# Held while an environment is opened, read, written or closed. One lock for all of them: the garbage collector may
+# close one while another is read, and separate locks would be taken in no fixed order.
 lock = threading.RLock()
-# A forked child closes its copy of a handle, which strikes every transaction open in it off the table of readers,
-# the parent's: a fork waits until no other thread has one.
+# When a forked child closes its copy of a handle, it removes the parent's open transactions from the reader table.
+# So a fork waits until no other thread has a transaction.
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 class Environment:
-    """A process's one handle of an index; it closes when the last `Index` that uses it lets go.
+    """The LMDB handle of an index in this process, closed when its last `Index` releases it.
 
-    Counted, not left to the garbage collector: LMDB must have closed before the same file is opened again.
+    Users are counted because LMDB must close a file before it is opened again, and garbage collection may be late.
     """
 
     def __init__(self, folder: Path, names: Sequence[str], *, writable: bool, sealed: bool) -> None:
         self.folder = folder
         self.names = names
         self.sealed = sealed
-        self.mended_by = f"`tcache {'seal' if sealed else 'reindex'}` makes it anew"
+        self.repair_hint = f"`tcache {'seal' if sealed else 'reindex'}` rebuilds it"
         self.pid = os.getpid()
         self.users = 0
         self._open(writable=writable)
@@ -60,18 +59,18 @@ class Environment:
             )
             self._check_length()
             if not self.sealed:
-                self.env.reader_check()  # readers that were killed would keep old pages from being used again
+                self.env.reader_check()  # killed readers would keep old pages in use
             self.databases = {name: self.env.open_db(name.encode(), create=writable) for name in self.names}
         except lmdb.ReadonlyError as error:
             raise not_allowed(self.folder) from error
         except lmdb.Error as error:
             if is_disk_full(error):
                 raise disk_full(self.folder) from error
-            raise DamagedCache(f"the index at {self.folder} cannot be opened: {error}; {self.mended_by}") from error
+            raise DamagedCache(f"the index at {self.folder} cannot be opened: {error}; {self.repair_hint}") from error
         self.writable = writable
 
     def _check_length(self) -> None:
-        """Pages that are mapped behind the end of the file would end the process, not raise anything."""
+        """Check the file's size: reading a mapped page past its end would kill the process."""
         size = os.stat(self.folder / DATA).st_size
         page = self.env.stat()["psize"]
         pages = self.env.info()["last_pgno"] + 1
@@ -79,17 +78,17 @@ class Environment:
         if size < expected - min(UNWRITTEN_PAGES, max(4, pages // 8)) * page:
             self.env.close()
             raise DamagedCache(
-                f"the index at {self.folder} is cut short: {size} bytes, expected {expected}; {self.mended_by}"
+                f"the index at {self.folder} is truncated: {size} bytes, expected {expected}; {self.repair_hint}"
             )
 
     def make_writable(self) -> None:
-        """Open again for a writer; readers in this process come along."""
+        """Open the file again for writing, for all users in this process."""
         if not self.writable:
             self.env.close()
             self._open(writable=True)
 
     def begin(self, *, write: bool = False) -> Any:
-        """A transaction; hold the lock, as a map that grows moves."""
+        """A transaction. Hold `lock`: the map moves when it grows."""
         try:
             return self.env.begin(write=write)
         except lmdb.MapResizedError:  # another process has grown the file since it was opened here
@@ -97,25 +96,25 @@ class Environment:
             return self.env.begin(write=write)
         except lmdb.ReadersFullError as error:
             raise CacheError(
-                f"{MAX_READERS} others are reading the index at {self.folder}, and it has room for no more; a copy "
-                "that `tcache seal` makes takes any number"
+                f"the index at {self.folder} already has {MAX_READERS} readers, its maximum; a copy made by "
+                "`tcache seal` has no maximum"
             ) from error
 
 
-# By device and file number of data.mdb, as a path has many spellings and may come to mean another file.
+# By device and inode of data.mdb: a path has many spellings and may later name another file.
 _environments: dict[tuple[int, int], Environment] = {}
 
 
 def acquire(folder: Path, names: Sequence[str], *, writable: bool, sealed: bool) -> Environment:
-    """This process's environment of the databases in `folder`; give it back with `release`.
+    """This process's environment of `folder`; return it with `release`.
 
     Args:
-        sealed: it never changes, so it needs no lock.
+        sealed: the file never changes, so it needs no lock.
 
     Raises:
-        CacheNotFound: there is nothing to read.
+        CacheNotFound: there is no index.
         DamagedCache: it cannot be opened.
-        CacheError: its lock file may not be written to.
+        CacheError: its lock file is not writable.
     """
     with lock:
         known = _known(folder)
@@ -133,11 +132,11 @@ def acquire(folder: Path, names: Sequence[str], *, writable: bool, sealed: bool)
 def _check_readable(folder: Path, *, sealed: bool) -> None:
     if not exists(folder):
         raise CacheNotFound(
-            f"no sealed copy of the index at {folder}: `tcache seal` makes one, where the cache is written"
+            f"no sealed copy of the index at {folder}: `tcache seal` makes one, where the cache is writable"
             if sealed
             else f"no index at {folder}: not a teacher cache, or its index was deleted"
         )
-    # On a read-only file system LMDB would go without the lock, and somebody may write on the other side of it.
+    # On a read-only file system LMDB would read without the lock, while another machine may write.
     if not sealed and not lockable(folder):
         raise not_allowed(folder)
 
@@ -148,7 +147,7 @@ def _known(folder: Path) -> Environment | None:
     except FileNotFoundError:
         return None
     if found is not None and found.pid != os.getpid():
-        found.env.close()  # inherited by fork: only this process's copy of the handle goes
+        found.env.close()  # inherited by fork: closes this process's copy only
         return None
     return found
 
@@ -158,7 +157,7 @@ def exists(folder: Path) -> bool:
 
 
 def lockable(folder: Path) -> bool:
-    """Whether this process may write to the lock file, as even a reader of a live index does."""
+    """Whether this process may write to the lock file, which also readers of the index write to."""
     file = folder / LOCK
     return os.access(file if file.exists() else folder, os.W_OK)
 
@@ -179,18 +178,15 @@ def release(environment: Environment) -> None:
 
 def not_allowed(folder: Path) -> CacheError:
     return CacheError(
-        f"not allowed to write to {folder / LOCK}, as even a reader of the index must: run `tcache seal "
-        f"{folder.parent}` where that is allowed, and its copy is read here"
+        f"no permission to write to {folder / LOCK}, which reading the index needs: run `tcache seal {folder.parent}` "
+        "where it is writable; the sealed copy is then read here"
     )
 
 
 def is_disk_full(error: lmdb.Error) -> bool:
-    # A quota has no class of its own.
+    # lmdb has no exception for an exceeded quota.
     return isinstance(error, lmdb.DiskError) or os.strerror(errno.EDQUOT) in str(error)
 
 
 def disk_full(folder: Path) -> DiskFull:
-    return DiskFull(
-        f"no space left on the disk of {folder}; what was committed before is intact: free some space and "
-        "run the same command again"
-    )
+    return DiskFull(f"no space left on the disk of {folder}; {DISK_FULL_HINT}")

@@ -1,4 +1,4 @@
-"""Files and folders that are whole and durable, or not there at all."""
+"""Files and folders, written durably and atomically."""
 
 import errno
 import os
@@ -11,16 +11,17 @@ from typing import Any
 from teacher_cache.errors import DiskFull
 
 TEMPORARY_SUFFIX = ".writing"
+DISK_FULL_HINT = "what was committed before is intact: free some space and run the same command again"
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Any]:
-    """A binary file that becomes `path` when the block ends well and leaves no trace when it does not.
+    """A binary file that replaces `path` when the block ends, and is removed if it raises.
 
-    The data and the folder's entry are durable when the block has ended.
+    Data and folder entry are durable after the block.
 
     Raises:
-        DiskFull: no space was left; nothing was replaced.
+        DiskFull: no space is left; nothing was replaced.
     """
     make_folder(path.parent)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
@@ -33,17 +34,14 @@ def atomic_write(path: Path) -> Iterator[Any]:
         sync_folder(path.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(
-                f"no space left on the disk of {path.parent}; what was committed before is intact: free some "
-                "space and run the same command again"
-            ) from error
+            raise DiskFull(f"no space left on the disk of {path.parent}; {DISK_FULL_HINT}") from error
         raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, their names durable."""
+    """Create a folder and its parents, durably."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -51,7 +49,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the entries of a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -60,7 +58,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def digest(path: Path) -> bytes:
-    """Of a file's content, 16 bytes."""
+    """16-byte digest of a file's content."""
     with path.open("rb") as file:
         return file_digest(file, lambda: blake2b(digest_size=16)).digest()
 

@@ -1,13 +1,13 @@
-"""The LMDB index: which text has which row, and the truth about what is complete.
+"""The LMDB index: the row of every text, and the committed record of every shard.
 
-Readers believe this and nothing else: a shard file without a record here does not exist, and a row whose
-presence bit is not set does not either. Everything a build promises becomes true in one transaction.
+Readers use the index alone: a shard file without a record does not exist for them, nor does a row whose presence bit
+is not set. A commit is one transaction.
 
-Whoever opens the same index in a process, to read or to write, shares one LMDB handle; it is opened lazily, and never
-used across a fork or a pickle. It must not lie on a network file system, and who reads it writes to its lock file.
+All users of an index in a process share one LMDB handle, which is opened lazily and never used after a fork or in a
+pickle. The index must not be on a network file system, and readers need write access to its lock file.
 
-A sealed copy is for those who cannot: the same databases in one file that never changes, rebuilt in key order
-so that its pages are full. It needs no lock, so any number of machines may read it, from any file system.
+A sealed copy has neither limit: the same databases in one file that never changes, written in key order so that its
+pages are full. It needs no lock, so any number of machines may read it from any file system.
 """
 
 import os
@@ -42,9 +42,9 @@ from teacher_cache.storage.environment import (
 # `quarantine`: space, 0, row -> reason. `corpora`, `spaces`: name -> JSON. `meta`: b"rows" -> row count, and in
 # a sealed copy b"cache" -> the id of its cache, b"sealed" -> when it was made.
 DATABASES = ("meta", "keys", "shards", "corpora", "spaces", "quarantine")
-# Records fetched in one read transaction while walking over many.
+# Records read in one transaction while iterating.
 RECORDS_AT_A_TIME = 256
-# Entries of one write transaction of a sealed copy: 34 bytes each, kept in memory until it ends.
+# Entries in one write transaction of a sealed copy; 34 bytes each, in memory until it ends.
 SEALED_AT_A_TIME = 2**18
 
 _ROW = struct.Struct("<Q")
@@ -64,11 +64,11 @@ class Change:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What the index promises about one shard.
+    """Committed record of one shard.
 
     Attributes:
         digest: 16 bytes over the values of the present rows.
-        worst_error: largest 1 - cos of a stored row against what the teacher said; 0 for texts.
+        worst_error: largest 1 - cos between a stored row and the teacher output; 0 for texts.
         size: of the shard file, in bytes.
         present: `(shard_rows,)` bool.
     """
@@ -83,7 +83,7 @@ class ShardRecord:
         rows = len(self.present)
         first = int(gaps[0]) if len(gaps) else rows
         header = _RECORD.pack(self.digest, self.worst_error, self.size, rows, first)
-        # Nearly all shards hold their first rows and no others: the bits would be most of the record.
+        # Nearly all shards hold their first rows only, and the presence bits are most of the record.
         return header + np.packbits(self.present).tobytes() if self.present[first:].any() else header
 
     @classmethod
@@ -107,14 +107,13 @@ def row_value(row: int) -> bytes:
 
 
 class Index:
-    """One LMDB environment with the databases above. Threads of a process take turns."""
+    """The databases above in one LMDB environment, opened on first use. Threads of a process take turns.
+
+    Args:
+        sealed_copy_of: id of the cache, if the folder holds a sealed copy.
+    """
 
     def __init__(self, folder: Path, *, writable: bool, sealed_copy_of: str | None = None) -> None:
-        """An index, opened by the first look into it.
-
-        Args:
-            sealed_copy_of: the folder holds a sealed copy, and of the cache with this id.
-        """
         self.folder = folder
         self.writable = writable
         self.sealed_copy_of = sealed_copy_of
@@ -132,7 +131,7 @@ class Index:
 
     def _environment(self) -> Environment:
         if self._shared is not None and self._shared.pid != os.getpid():
-            self._let_go()
+            self._release()
         if self._shared is None:
             sealed = self.sealed_copy_of is not None
             self._shared = acquire(self.folder, DATABASES, writable=self.writable, sealed=sealed)
@@ -143,22 +142,22 @@ class Index:
     def _check_identity(self, cache: str) -> None:
         found = (self._meta("cache") or b"").decode()
         if found != cache:
-            self._let_go()
+            self._release()
             raise CacheError(
-                f"the sealed index at {self.folder} is that of another cache (id {found or 'unknown'}, expected "
-                f"{cache or 'unknown'}): run `tcache seal {self.folder.parent}` where the cache is written"
+                f"the sealed index at {self.folder} belongs to another cache (id {found or 'unknown'}, expected "
+                f"{cache or 'unknown'}): run `tcache seal {self.folder.parent}` where the cache is writable"
             )
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         shared, self._shared = self._shared, None
         if shared is not None:
             release(shared)
 
-    __del__ = _let_go
+    __del__ = _release
 
     def close(self) -> None:
-        """Let go of the environment. Reading opens it again; writing is over: the lock may be another's."""
-        self._let_go()
+        """Release the environment. Reading opens it again; writing ends, as another process may take the lock."""
+        self._release()
         self.writable = False
 
     @contextmanager
@@ -166,7 +165,7 @@ class Index:
         """A read transaction and the databases.
 
         Raises:
-            DamagedCache: LMDB finds a page that is not what it should be.
+            DamagedCache: LMDB finds a damaged page.
         """
         if self._snapshot is not None:
             yield self._snapshot
@@ -176,11 +175,11 @@ class Index:
             with lock, shared.begin() as txn:
                 yield txn, shared.databases
         except lmdb.Error as error:
-            raise DamagedCache(f"the index at {self.folder} cannot be read: {error}; {shared.mended_by}") from error
+            raise DamagedCache(f"the index at {self.folder} cannot be read: {error}; {shared.repair_hint}") from error
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Every read of the block sees the same state, whatever a writer commits; other threads have to wait."""
+        """Every read in the block sees the same state, even if a writer commits; other threads wait."""
         with self._reading() as state:
             self._snapshot = state
             try:
@@ -189,29 +188,29 @@ class Index:
                 self._snapshot = None
 
     def copy_sealed(self, path: Path, cache: str, when: str) -> None:
-        """Write the index as one transaction sees it into the empty file `path`, in key order and with full pages.
+        """Write a snapshot of the index into the empty file `path`, in key order and with full pages.
 
-        It is durable once the caller has synced the file. While it runs, a writer cannot use pages again that it
-        has freed: its own file grows the more.
+        It is durable once the caller has synced the file. Meanwhile a writer cannot reuse freed pages, so its file
+        grows more.
 
         Args:
-            cache: id of the cache, which `sealed_copy_of` asks for.
-            when: what `as_of` will say.
+            cache: id of the cache, to compare with `sealed_copy_of`.
+            when: time for `as_of`.
 
         Raises:
-            DiskFull: `path` is not complete, and nothing else has changed.
+            DiskFull: `path` is incomplete; nothing else has changed.
             DamagedCache: keys of the index are not in order.
             CacheError: this is a sealed copy itself.
         """
         if self.sealed_copy_of is not None:
             raise CacheError(
-                f"{self.folder.parent / 'index.lmdb'} cannot be written to here, and a sealed copy is no source of "
-                "another: run `tcache seal` where the cache is written"
+                f"{self.folder.parent / 'index.lmdb'} is not writable here, and a sealed copy cannot be sealed again: "
+                "run `tcache seal` where the cache is writable"
             )
         identity = [(b"cache", cache.encode()), (b"sealed", when.encode())]
         with self._reading() as (txn, databases):
             try:
-                # Of address space: the file takes what it needs, which is less than the source does.
+                # Address space only: the file takes less than the source does.
                 room = 2 * self.folder.joinpath(DATA).stat().st_size + FIRST_MAP_BYTES
                 with lmdb.open(
                     str(path), subdir=False, lock=False, sync=False, map_size=room, max_dbs=len(databases)
@@ -221,8 +220,8 @@ class Index:
                             entries = merge(cursor, identity) if name == "meta" else iter(cursor)
                             if not _fill(copy, copy.open_db(name.encode()), entries):
                                 raise DamagedCache(
-                                    f"the index at {self.folder} is damaged: the keys of {name!r} do not ascend; "
-                                    "`tcache reindex` makes it anew"
+                                    f"the index at {self.folder} is damaged: the keys of {name!r} are not in order; "
+                                    "`tcache reindex` rebuilds it"
                                 )
             except lmdb.Error as error:
                 if is_disk_full(error):
@@ -230,20 +229,19 @@ class Index:
                 raise CacheError(f"the index at {self.folder} cannot be sealed: {error}") from error
 
     def commit(self, changes: Iterable[Change], *, keys: Sequence[bytes] = (), first_row: int = 0) -> None:
-        """Apply everything in one durable transaction, growing the map as often as it takes.
+        """Apply all changes in one durable transaction; the map grows as needed.
 
-        The keys of a text table are random: the more of them go into one transaction, the more of them share the
-        pages that it writes anew.
+        Keys of texts are random: the more of them one transaction adds, the more of them share a rewritten page.
 
         Args:
-            keys: of new texts, whose rows are `first_row` and those after it; the table ends with the last.
+            keys: of new texts with rows from `first_row` on; the last one becomes the last row of the table.
 
         Raises:
-            DiskFull: nothing of the transaction happened.
-            CacheError: nor did it then; the index is open for reading only, or LMDB refused.
+            DiskFull: no space is left; nothing was changed.
+            CacheError: the index is read-only, or LMDB failed; nothing was changed.
         """
         if not self.writable:
-            raise CacheError(f'the index at {self.folder} is not open for writing; open the cache with mode "a"')
+            raise CacheError(f'the index at {self.folder} is read-only; open the cache with mode "a"')
         changes = list(changes)
         if keys:
             changes.append(Change("meta", b"rows", row_value(first_row + len(keys))))
@@ -260,7 +258,7 @@ class Index:
                     if is_disk_full(error):
                         raise disk_full(self.folder) from error
                     raise CacheError(
-                        f"the index at {self.folder} refused a commit: {error}; what was committed before is "
+                        f"the index at {self.folder} could not commit: {error}; what was committed before is "
                         "intact: run the same command again"
                     ) from error
 
@@ -280,13 +278,13 @@ class Index:
         return self.record("meta", name)
 
     def rows(self) -> int:
-        """How many texts the table has."""
+        """Number of texts in the table."""
         value = self._meta("rows")
         return 0 if value is None else int(_ROW.unpack(value)[0])
 
     @property
     def as_of(self) -> str:
-        """What a message about something missing ends with: how old a sealed copy is; "" of the live index."""
+        """End of a message about missing data: the age of a sealed copy; "" for the live index."""
         if self.sealed_copy_of is None:
             return ""
         when = (self._meta("sealed") or b"an unknown time").decode()
@@ -297,7 +295,7 @@ class Index:
             return int(txn.stat(databases["keys"])["entries"])
 
     def find(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-        """Row of each key, -1 where the text is not in the table."""
+        """Row of each key; -1 for unknown keys."""
         with self._reading() as (txn, databases):
             database, get = databases["keys"], txn.get
             values = b"".join([get(key, _NO_ROW, database) for key in keys])
@@ -309,17 +307,17 @@ class Index:
         return None if value is None else ShardRecord.unpack(value)
 
     def iter_shards(self, array: str) -> Iterator[tuple[int, ShardRecord]]:
-        """Every shard record of one array, by ascending shard number; no transaction is open between them."""
+        """All shard records of an array in order; no transaction is open between them."""
         for number, value in self._under("shards", array):
             yield number, ShardRecord.unpack(value)
 
     def quarantined(self, space: str, rows: range | None = None) -> dict[int, str]:
-        """Row -> reason, for rows whose vector was refused; of all of them, or of a range."""
+        """Row -> reason of the quarantined rows of a space, optionally within a range."""
         first, stop = (0, None) if rows is None else (rows.start, rows.stop)
         return {row: value.decode() for row, value in self._under("quarantine", space, first, stop)}
 
     def _under(self, database: str, name: str, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """The values under a name and the numbers from `first` to before `stop`, in order."""
+        """(number, value) of a name's entries with `first <= number < stop`, in order."""
         prefix = name.encode() + b"\0"
         start = prefix + _ORDERED.pack(first)
         while True:
@@ -334,10 +332,10 @@ class Index:
                 yield number, value
             if len(found) < RECORDS_AT_A_TIME:
                 return
-            start = found[-1][0] + b"\0"  # the next key there can be
+            start = found[-1][0] + b"\0"  # the smallest key after it
 
     def records(self, database: str) -> dict[str, bytes]:
-        """All of `corpora` or `spaces`: name -> JSON bytes."""
+        """Name -> JSON bytes of all `corpora` or `spaces`."""
         with self._reading() as (txn, databases), txn.cursor(db=databases[database]) as cursor:
             return {key.decode(): value for key, value in cursor}
 
@@ -348,7 +346,7 @@ class Index:
 
 
 def _sorted_entries(keys: Sequence[bytes], first_row: int) -> list[tuple[bytes, bytes]]:
-    """Keys and row values in key order, near enough: neighbours in the tree are put one after the other."""
+    """Keys and row values, sorted by the first 8 bytes: neighbors in the tree are written together."""
     if not keys:
         return []
     heads = np.frombuffer(b"".join([key[:8] for key in keys]), dtype=">u8").astype(np.uint64)
@@ -358,7 +356,7 @@ def _sorted_entries(keys: Sequence[bytes], first_row: int) -> list[tuple[bytes, 
 
 
 def _fill(environment: Any, database: Any, entries: Iterator[tuple[bytes, bytes]]) -> bool:
-    """Append entries, page after full page; memory stays that of one transaction. False: they do not ascend."""
+    """Append entries, a transaction at a time, so that pages are full. False if they are not in order."""
     while True:
         with environment.begin(write=True) as txn, txn.cursor(db=database) as cursor:
             consumed, added = cursor.putmulti(islice(entries, SEALED_AT_A_TIME), append=True)

@@ -1,7 +1,7 @@
-"""One writer per cache, held by the operating system.
+"""The lock that allows one writer per cache.
 
-`flock` ends with its owner however that dies, so there is no stale lock to guess about; the file's text only
-says who holds it. The descriptor is not inherited by programs that the owner starts.
+`flock` ends with its process, even a killed one, so there are no stale locks; the file's text only names the holder.
+Programs that the process starts do not inherit the descriptor.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ class WriterLock:
         """Take the lock.
 
         Raises:
-            CacheLocked: someone else holds it; the message says who, where and since when.
+            CacheLocked: another process holds it; the message says which, where and since when.
         """
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -38,7 +38,7 @@ class WriterLock:
             ) from None
         owner = self._owner()
         if owner:
-            logger.warning("took over the writer lock of %s, which ended without giving it back", owner)
+            logger.warning("took over the writer lock of %s, which ended without releasing it", owner)
         since = datetime.now(UTC).isoformat(timespec="seconds")
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
         os.ftruncate(self._handle, 0)

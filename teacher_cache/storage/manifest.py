@@ -1,10 +1,9 @@
-"""A corpus as the table sees it: an array of row numbers in corpus order.
+"""A corpus in the table: an array of row numbers in corpus order.
 
-Training walks over a manifest; it never hashes a text and never opens the corpus file again. The array is a
-plain .npy file that is mapped, not loaded, and named after the corpus's fingerprint: publishing a changed
-corpus of the same name is one index transaction, and whoever reads the old one keeps reading it. Where domains are
-kept, a second file of the same kind holds each record's; its name says which ones, so that other domains of the same
-texts are another file.
+Training reads the manifest and neither hashes texts nor opens the corpus file. The array is a plain, memory-mapped
+.npy file whose name contains the corpus's fingerprint: a changed corpus of the same name is published by one index
+transaction, and open readers keep the old file. Optional domains are in a second file, named after their own
+fingerprint.
 """
 
 import json
@@ -28,7 +27,7 @@ CORPORA = "corpora"
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """Records `[first, first + records)` of a corpus came from this file.
+    """The file of records `[first, first + records)` of a corpus.
 
     Attributes:
         name: absolute path, or "stdin".
@@ -41,16 +40,16 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class CorpusRecord:
-    """What the index knows of one corpus.
+    """Committed record of one corpus.
 
     Attributes:
-        columns: the keys of a record; two for pairs.
+        columns: keys of a record; two for pairs.
         records: M, records in the corpus, duplicates included.
         distinct: distinct texts among them.
-        counts: what the reading policies did, by name.
-        domains: names, in order of first appearance; a domain's number is its place. Empty: none were kept.
+        counts: records affected by each reading policy, by its name.
+        domains: names, in order of first appearance; a domain's number is its position. Empty without domains.
         domain_records: records of each domain.
-        domain_key: the key or column they came from.
+        domain_key: key or column of the domains.
         domains_fingerprint: of the records' domains in order.
     """
 
@@ -72,24 +71,24 @@ class CorpusRecord:
     @classmethod
     def from_json(cls, data: bytes) -> "CorpusRecord":
         fields: dict[str, Any] = json.loads(data)
-        for name in ("columns", "domains", "domain_records"):  # records of older versions have no domains
+        for name in ("columns", "domains", "domain_records"):  # older versions wrote no domains
             fields[name] = tuple(fields.get(name, ()))
         fields["sources"] = tuple(SourceRecord(**source) for source in fields["sources"])
         return cls(**fields)
 
     def shares_source(self, origins: Sequence[str]) -> bool:
-        """Whether it came from one of these files, among others."""
+        """Whether any of these files is one of its sources."""
         return not {source.name for source in self.sources}.isdisjoint(origins)
 
     def file(self, cache: Path) -> Path:
         return cache / CORPORA / self.name / f"rows-{self.fingerprint[:16]}.npy"
 
     def domains_file(self, cache: Path) -> Path | None:
-        """None where no domains were kept."""
+        """None without domains."""
         return cache / CORPORA / self.name / f"domains-{self.domains_fingerprint[:16]}.npy" if self.domains else None
 
     def with_domains_of(self, other: "CorpusRecord") -> "CorpusRecord":
-        """The same corpus with another one's domains."""
+        """This corpus with the domains of another."""
         return replace(
             self,
             domains=other.domains,
@@ -100,87 +99,83 @@ class CorpusRecord:
 
 
 class RecordNumbers:
-    """One number or several for each record, from a .npy file.
+    """Numbers of each record, from a .npy file.
 
     Attributes:
-        values: `(M, ...)`, mapped read-only.
+        values: `(M, ...)`, memory-mapped, read-only.
     """
 
-    def __init__(self, path: Path, shape: tuple[int, ...], dtype: str, what: str, again: str) -> None:
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: str, name: str, advice: str) -> None:
         try:
             values = np.load(path, mmap_mode="r", allow_pickle=False)
-            # Kept open: a writer that replaces the corpus removes the name.
+            # Kept open: a writer that replaces the corpus deletes the file.
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
         except (OSError, ValueError) as error:
-            raise DamagedCache(f"{what} ({path}) cannot be read: {error}; {again}") from error
+            raise DamagedCache(f"{name} ({path}) cannot be read: {error}; {advice}") from error
         if values.shape != shape or values.dtype != np.dtype(dtype):
             raise DamagedCache(
-                f"{what} ({path}) has {values.dtype} of shape {values.shape}, the index says {np.dtype(dtype)} of "
-                f"shape {shape}; {again}"
+                f"{name} ({path}) has {values.dtype} of shape {values.shape}, expected {np.dtype(dtype)} of shape "
+                f"{shape}; {advice}"
             )
         self.values: npt.NDArray[Any] = values
         self._offset = values.offset
 
-    def of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """`(n, ...)` values of records that there are.
+    def read(self, records: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """`(n, ...)` values of existing records.
 
-        By reads and not through the map, whose pages would count as this process's memory.
+        Read from the file, because pages of the memory map would count as this process's memory.
         """
         out = np.empty((len(records), *self.values.shape[1:]), dtype=self.values.dtype)
         if len(records):
             size = self.values.strides[0]
-            read_all(
-                [
-                    (self._file, self._offset + size * int(records[start]), out[start:stop])
-                    for start, stop in consecutive_runs(records)
-                ]
-            )
+            runs = consecutive_runs(records)
+            read_all([(self._file, self._offset + size * int(records[i]), out[i:j]) for i, j in runs])
         return out
 
 
 class Manifest:
-    """The row numbers of one corpus, and its records' domains where they were kept.
+    """The row numbers of one corpus, and optionally its records' domains.
 
     Attributes:
-        rows: `(M, k)` int64, mapped read-only; k texts a record.
-        domains: `(M,)` uint16 numbers of domains, mapped read-only; None where none were kept.
+        rows: `(M, k)` int64, memory-mapped, read-only; k texts per record.
+        domains: `(M,)` uint16 numbers of domains, memory-mapped, read-only; None without domains.
 
     Raises:
-        DamagedCache: one of its files is gone, or is not what the record says.
+        DamagedCache: a file is missing or does not match the record.
     """
 
     def __init__(self, record: CorpusRecord, cache: Path) -> None:
         self.record = record
         shape = (record.records, len(record.columns))
-        what = f"the row list of corpus {record.name!r}"
-        self._rows = RecordNumbers(record.file(cache), shape, "<i8", what, "build it again")
+        name = f"the manifest of corpus {record.name!r}"
+        self._rows = RecordNumbers(record.file(cache), shape, "<i8", name, "build it again")
         self.rows: npt.NDArray[np.int64] = self._rows.values
         self._domains = domain_numbers(record, cache)
         self.domains: npt.NDArray[np.uint16] | None = None if self._domains is None else self._domains.values
 
     def rows_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`(n, k)` rows of records by their number."""
-        return self._rows.of(self._checked(records))
+        """`(n, k)` rows of records."""
+        return self._rows.read(self._checked(records))
 
     def domains_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`(n,)` numbers of the domains of records, by their number; their names are the record's `domains`.
+        """`(n,)` numbers of the domains of records; `record.domains` has their names.
 
         Raises:
-            CacheError: no domains were kept.
+            CacheError: the corpus has no domains.
         """
         if self._domains is None:
             raise CacheError(
                 f"corpus {self.record.name!r} was built without domains: `tcache build ... --name {self.record.name} "
-                "--domain-key COLUMN` adds them and asks the teacher for nothing that is there"
+                "--domain-key COLUMN` adds them without encoding any text again"
             )
-        return self._domains.of(self._checked(records)).astype(np.int64)
+        return self._domains.read(self._checked(records)).astype(np.int64)
 
     def _checked(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if len(records) and (int(records.min()) < 0 or int(records.max()) >= len(self)):
             raise IndexError(
-                f"corpus {self.record.name!r} has {len(self)} records, counted from 0; asked for "
-                f"{records.min()} to {records.max()}"
+                f"corpus {self.record.name!r} has {len(self)} records, counted from 0; requested {records.min()} to "
+                f"{records.max()}"
             )
         return records
 
@@ -188,29 +183,29 @@ class Manifest:
         return len(self.rows)
 
     def used_rows(self, table_rows: int) -> npt.NDArray[np.bool_]:
-        """`(table_rows,)`: which rows of the table the corpus names."""
+        """`(table_rows,)`: which rows of the table are in the corpus."""
         return used_rows(self.rows, table_rows)
 
     def distinct_rows(self, table_rows: int) -> npt.NDArray[np.int64]:
-        """The distinct rows, ascending: up to 9 bytes of memory for each row of the table."""
+        """The distinct rows, ascending. Takes up to 9 bytes of memory per row of the table."""
         return np.flatnonzero(self.used_rows(table_rows))
 
 
 def domain_numbers(record: CorpusRecord, cache: Path) -> RecordNumbers | None:
-    """The domains of a corpus's records; None where none were kept.
+    """The domains of a corpus's records; None without domains.
 
     Raises:
-        DamagedCache: they are gone, or are not as many as the record says.
+        DamagedCache: the file is missing or does not match the record.
     """
     path = record.domains_file(cache)
     if path is None:
         return None
-    again = f"build it again with `tcache build ... --name {record.name} --domain-key {record.domain_key}`"
-    return RecordNumbers(path, (record.records,), "<u2", f"the domain list of corpus {record.name!r}", again)
+    advice = f"build it again with `tcache build ... --name {record.name} --domain-key {record.domain_key}`"
+    return RecordNumbers(path, (record.records,), "<u2", f"the domain list of corpus {record.name!r}", advice)
 
 
 def used_rows(rows: npt.NDArray[np.int64], table_rows: int) -> npt.NDArray[np.bool_]:
-    """`(table_rows,)`: which values a row list `(M, k)` has; read in pieces, as it may be mapped and long."""
+    """`(table_rows,)`: which rows of the table `(M, k)` row numbers contain; read in parts, as they may be mapped."""
     used = np.zeros(table_rows, dtype=bool)
     for start in range(0, len(rows), 2**20):
         used[rows[start : start + 2**20]] = True
@@ -218,7 +213,7 @@ def used_rows(rows: npt.NDArray[np.int64], table_rows: int) -> npt.NDArray[np.bo
 
 
 class NumbersWriter:
-    """Collects numbers of records in a temporary .npy file: a corpus of any length takes no memory."""
+    """Writes numbers of records to a .npy file as they come, so that a corpus of any length takes no memory."""
 
     def __init__(self, file: Any, dtype: str, columns: tuple[int, ...]) -> None:
         self._file = file
@@ -228,12 +223,12 @@ class NumbersWriter:
         self._write_header()
 
     def _write_header(self) -> None:
-        # numpy pads the header so that a first axis of any length fits in the same bytes.
+        # numpy pads the header, so a longer first axis fits in the same bytes.
         shape = (self.records, *self._columns)
         np.lib.format.write_array_header_1_0(self._file, {"descr": self._dtype, "fortran_order": False, "shape": shape})
 
     def append(self, values: npt.NDArray[Any]) -> None:
-        """Add the `(n, ...)` numbers of n records."""
+        """Append the `(n, ...)` numbers of n records."""
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).tobytes())
         self.records += len(values)
 
@@ -245,14 +240,14 @@ class NumbersWriter:
 
 @contextmanager
 def writing_manifest(cache: Path, name: str, columns: int) -> Iterator[tuple[NumbersWriter, Path]]:
-    """A writer of `(n, columns)` rows and the durable file it leaves, to be renamed once the fingerprint is known."""
+    """A writer of `(n, columns)` rows, and its durable file, to be renamed once the fingerprint is known."""
     with _writing(cache / CORPORA / name / "rows.new", "<i8", (columns,)) as writing:
         yield writing
 
 
 @contextmanager
 def writing_domains(cache: Path, name: str) -> Iterator[tuple[NumbersWriter, Path]]:
-    """The same for `(n,)` numbers of domains."""
+    """As `writing_manifest`, for `(n,)` numbers of domains."""
     with _writing(cache / CORPORA / name / "domains.new", "<u2", ()) as writing:
         yield writing
 

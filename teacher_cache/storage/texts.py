@@ -1,7 +1,7 @@
 """The text table: the exact text and key of every row.
 
-Two zarr arrays in the cache's shards: `text` (strings) and `keys` (16 bytes a row), so that the index can be
-rebuilt and every vector can prove which text it belongs to.
+Two sharded zarr arrays, `text` (strings) and `keys` (16 bytes per row). They suffice to rebuild the index, and to
+check which text a vector belongs to.
 """
 
 import math
@@ -22,8 +22,8 @@ from teacher_cache.text_key import KEY_BYTES, text_keys
 TEXT_ARRAY = "texts/text"
 KEY_ARRAY = "texts/keys"
 CHUNK_ROWS = 64
-# Rows that go into one transaction of the index. The more do, the more of them share the pages that it writes
-# anew: at 2 million rows, an eighth of this takes four times as long.
+# Rows of one index transaction. The more there are, the more of them share a rewritten page: at 2 million rows, an
+# eighth of this takes four times as long.
 PUBLISHED_ROWS = 65_536
 
 
@@ -53,11 +53,11 @@ class TextTable:
         )
 
     def read(self, rows: npt.NDArray[np.int64]) -> list[str]:
-        """Texts of rows that the caller knows to exist, in the order asked for."""
+        """Texts of existing rows, in the order of `rows`."""
         return self._read(self.text, rows).tolist()
 
     def read_keys(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """`(n, 16)` keys of rows that the caller knows to exist."""
+        """`(n, 16)` keys of existing rows."""
         return self._read(self.keys, rows)
 
     @staticmethod
@@ -65,25 +65,25 @@ class TextTable:
         try:
             return column.read(rows)
         except MissingRows as error:
-            raise DamagedCache(f"{error}, which are in the table; run `tcache verify`") from None
+            raise DamagedCache(f"{error}, which is in the table; run `tcache verify`") from None
 
 
 class TextAppender:
-    """Gives rows to texts, many shards to a transaction.
+    """Assigns rows to texts and publishes them, many shards per transaction.
 
-    A row number is given at once and becomes real when it is published: at the latest in `flush`.
+    A row number is known at once; readers see the row after it is published, at the latest in `flush`.
     """
 
     def __init__(self, table: TextTable) -> None:
         self.table = table
         self.next_row = table.index.rows()
-        self._texts: list[str] = []  # of rows that no shard holds yet
-        self._keys: dict[bytes, int] = {}  # of rows that are not published yet, ascending
-        self._records: list[Change] = []  # of shards that are written and not published yet
+        self._texts: list[str] = []  # of rows not yet in a shard
+        self._keys: dict[bytes, int] = {}  # of rows not yet published, ascending
+        self._records: list[Change] = []  # of shards written but not yet published
         self._drop_unpublished()
 
     def _drop_unpublished(self) -> None:
-        """Remove the shards behind the table that a killed writer left: `reindex` would take them for its own."""
+        """Remove shards that a killed writer left after the end of the table: `reindex` would include them."""
         arrays = (self.table.text.array, self.table.keys.array)
         first = number = -(-self.next_row // self.table.shard_rows)
         while any(array.shard_path(number).exists() for array in arrays):
@@ -93,7 +93,7 @@ class TextAppender:
                 array.shard_path(left).unlink(missing_ok=True)
 
     def add(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Row of each text; a text that the table does not know gets the next one."""
+        """Row of each text; a new text gets the next row."""
         keys = text_keys(texts)
         rows = self.table.index.find(keys)
         for place in np.flatnonzero(rows < 0).tolist():
@@ -110,7 +110,7 @@ class TextAppender:
         return rows
 
     def flush(self) -> None:
-        """Make every row given so far durable."""
+        """Write and publish every row assigned so far."""
         while self._texts:
             self._write_shard()
         if self._keys:
@@ -121,7 +121,7 @@ class TextAppender:
         return self.next_row - len(self._texts)
 
     def _write_shard(self) -> None:
-        """Write the waiting texts of the first shard they touch."""
+        """Write the first shard with pending texts."""
         table = self.table
         number, start = divmod(self._first_row, table.shard_rows)
         count = min(len(self._texts), table.shard_rows - start)
@@ -133,12 +133,12 @@ class TextAppender:
         keys[start:] = np.frombuffer(joined, dtype=np.uint8).reshape(-1, KEY_BYTES)
         present = np.arange(table.shard_rows) < start + count
         for column, values in ((table.text, texts), (table.keys, keys)):
-            if start:  # the shard has room left: write it anew with what it holds already
+            if start:  # the shard exists: write it again with its rows
                 before = column.record(number)
-                promised = 0 if before is None else int(before.present.sum())
-                if before is None or promised != start:
+                held = 0 if before is None else int(before.present.sum())
+                if before is None or held != start:
                     raise DamagedCache(
-                        f"the index has {promised} rows of shard {number} of {column.name}, expected {start}; run "
+                        f"the index has {held} rows of shard {number} of {column.name}, expected {start}; run "
                         "`tcache verify`"
                     )
                 values[:start] = column.array.read_checked(number, before.present, before.digest)
@@ -148,7 +148,7 @@ class TextAppender:
         del self._texts[:count]
 
     def _publish(self) -> None:
-        """Make the shards written so far, and the rows in them, part of the table."""
+        """Commit the shards written so far and their rows."""
         table = self.table
         keys = list(islice(self._keys, len(self._keys) - len(self._texts)))
         for column in (table.text, table.keys):

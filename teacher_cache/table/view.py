@@ -291,8 +291,8 @@ class SpaceView:
             DamagedCache: the shard's existing rows do not match their digest; nothing is changed.
         """
         checked = check_rows(vectors, self.encoding)
-        good = np.array([place not in checked.refused for place in range(len(rows))], dtype=bool)
-        refused = {int(rows[place]): reason for place, reason in checked.refused.items()}
+        good = np.array([place not in checked.quarantined for place in range(len(rows))], dtype=bool)
+        refused = {int(rows[place]): reason for place, reason in checked.quarantined.items()}
         changes = [
             Change("quarantine", quarantine_key(self.slug, row), reason.encode()) for row, reason in refused.items()
         ]

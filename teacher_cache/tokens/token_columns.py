@@ -185,12 +185,12 @@ class CheckedTokens:
     Attributes:
         stored: by place, of the texts that are not refused.
         errors: by place, a bound on the largest 1 - cos of a token's state.
-        refused: place -> why the text must not be stored.
+        quarantined: place -> why the text must not be stored.
     """
 
     stored: dict[int, StoredTokens]
     errors: dict[int, float]
-    refused: dict[int, str]
+    quarantined: dict[int, str]
 
 
 class TokenColumns:
@@ -347,9 +347,9 @@ class TokenColumns:
         for place, text in enumerate(said):
             self._require_shape(text, attention)
             if not len(text.pieces):
-                checked.refused[place] = "tokens: the teacher gave none"
+                checked.quarantined[place] = "tokens: none"
             elif attention and not all(np.isfinite(part).all() for part in (text.importance, text.attention)):  # type: ignore[arg-type]
-                checked.refused[place] = "tokens: the teacher gave attention that is not finite"
+                checked.quarantined[place] = "tokens: attention is not finite"
             else:
                 sound.append(place)
         group: list[int] = []
@@ -385,9 +385,9 @@ class TokenColumns:
             reasons: dict[int, str] = {}
             if not errors[begin:end].max() <= self.encoding.max_cosine_error:
                 exact = check_rows(together[begin:end], self.encoding)
-                reasons, errors[begin:end] = exact.refused, exact.cosine_error
+                reasons, errors[begin:end] = exact.quarantined, exact.cosine_error
             if reasons:
-                checked.refused[place] = f"tokens: {next(iter(reasons.values()))}"
+                checked.quarantined[place] = f"tokens: {next(iter(reasons.values()))}"
             else:
                 maps = None
                 if attention and text.importance is not None and text.attention is not None:

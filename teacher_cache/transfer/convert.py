@@ -104,8 +104,8 @@ def _convert_shard(
     view.encoding.restore(stored, vectors)
     checked = check_rows(vectors, encoding)
     within = np.flatnonzero(record.present)
-    if checked.refused:
-        place, reason = next(iter(checked.refused.items()))
+    if checked.quarantined:
+        place, reason = next(iter(checked.quarantined.items()))
         raise CacheError(
             f"row {number * array.shard_rows + within[place]} of space {view.slug} cannot be stored as "
             f"{encoding.name}: {reason}; the space stays {view.encoding.name}"

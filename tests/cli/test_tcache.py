@@ -114,13 +114,13 @@ def test_info_lists_refused_texts_with_the_reason(tmp_path: Path) -> None:
     assert space["quarantined"] == report.quarantined == 121
     assert len(space["quarantined_rows"]) == 100
     assert space["quarantined_rows"][:2] == [
-        {"row": 0, "text": "zero", "reason": "the teacher gave a zero vector"},
-        {"row": 2, "text": texts[0], "reason": "the teacher gave NaN"},
+        {"row": 0, "text": "zero", "reason": "zero vector"},
+        {"row": 2, "text": texts[0], "reason": "NaN in the teacher output"},
     ]
     lines = [line for line in run("info", tmp_path / "cache").stdout.splitlines() if "quarantined row" in line]
     assert len(lines) == 5
-    assert lines[0] == "  quarantined row 0, 'zero': the teacher gave a zero vector"
-    assert lines[1] == f"  quarantined row 2, {texts[0][:60]!r}: the teacher gave NaN"
+    assert lines[0] == "  quarantined row 0, 'zero': zero vector"
+    assert lines[1] == f"  quarantined row 2, {texts[0][:60]!r}: NaN in the teacher output"
 
 
 def test_a_corpus_needs_no_name_of_its_own(tmp_path: Path) -> None:

@@ -181,9 +181,9 @@ def test_refused_vectors_are_counted_with_reasons_and_not_asked_for_again(tmp_pa
     assert outcome(report) == (8, 0, 3, 5)
     assert report.repaired == 1
     assert report.reasons == {
-        "the teacher gave NaN": 2,
-        "the teacher gave an infinite value": 1,
-        "the teacher gave a zero vector": 1,
+        "NaN in the teacher output": 2,
+        "infinite value in the teacher output": 1,
+        "zero vector": 1,
         "overflows float16: largest value 1e+06": 1,
     }
     with TeacherCache.open(tmp_path / "cache") as cache:
@@ -370,7 +370,7 @@ def test_a_first_commit_of_refused_vectors_alone_is_remembered(tmp_path: Path) -
     assert workers.asked == []
     with TeacherCache.open(tmp_path / "cache") as cache:
         assert cache.space().record.tokens == 2
-        assert cache.space().quarantined() == {0: "the teacher gave NaN"}
+        assert cache.space().quarantined() == {0: "NaN in the teacher output"}
     assert verify(tmp_path / "cache", deep=True).ok
 
 

@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from teacher_cache.errors import CacheError
-from teacher_cache.storage.codec import ENCODINGS, Checked, check_rows, find_encoding, stored_name
+from teacher_cache.storage.codec import ENCODINGS, CheckedRows, check_rows, find_encoding, stored_name
 from teacher_cache.table.view import create_vectors
 
 FLOAT16 = ENCODINGS["float16"]
 
 
-def check(*rows: list[float]) -> Checked:
+def check(*rows: list[float]) -> CheckedRows:
     return check_rows(np.array(rows, dtype=np.float32), FLOAT16)
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ([1.0, float("nan"), 0.0], "the teacher gave NaN"),
-        ([float("nan"), float("inf"), 0.0], "the teacher gave NaN"),
-        ([1.0, float("-inf"), 0.0], "the teacher gave an infinite value"),
-        ([0.0, 0.0, -0.0], "the teacher gave a zero vector"),
+        ([1.0, float("nan"), 0.0], "NaN in the teacher output"),
+        ([float("nan"), float("inf"), 0.0], "NaN in the teacher output"),
+        ([1.0, float("-inf"), 0.0], "infinite value in the teacher output"),
+        ([0.0, 0.0, -0.0], "zero vector"),
         ([1.0, 65536.0, 0.0], "overflows float16: largest value 6.554e+04"),
         ([1e-9, 1e-9, 1e-9], "vanishes in float16: largest value 1e-09"),
         # 2e-7 lies between float16's smallest steps of 6e-8: the row turns and grows.
@@ -34,8 +34,8 @@ def check(*rows: list[float]) -> Checked:
 )
 def test_a_row_that_the_format_cannot_hold_is_refused_with_the_reason(row: list[float], reason: str) -> None:
     checked = check([0.6, 0.8, 0.0], row)
-    assert list(checked.refused) == [1]
-    assert checked.refused[1].startswith(reason)
+    assert list(checked.quarantined) == [1]
+    assert checked.quarantined[1].startswith(reason)
     assert np.isnan(checked.cosine_error[1])
     assert checked.cosine_error[0] <= FLOAT16.max_cosine_error
 
@@ -46,7 +46,7 @@ def test_a_row_that_the_format_cannot_hold_is_refused_with_the_reason(row: list[
 )
 def test_a_row_within_the_bounds_is_stored(row: list[float]) -> None:
     checked = check(row)
-    assert checked.refused == {}
+    assert checked.quarantined == {}
     np.testing.assert_allclose(checked.stored[0].astype(np.float32), row, rtol=1e-3, atol=1e-7)
 
 
@@ -69,7 +69,7 @@ def test_the_reported_error_is_one_minus_the_cosine() -> None:
 def test_the_reported_error_agrees_with_an_independent_computation(vectors: np.ndarray) -> None:
     checked = check_rows(vectors, FLOAT16)
     for row, vector in enumerate(vectors):
-        if row in checked.refused:
+        if row in checked.quarantined:
             continue
         a, b = vector.astype(np.longdouble), checked.stored[row].astype(np.longdouble)
         cosine = (a @ b) / np.sqrt((a @ a) * (b @ b))
@@ -89,8 +89,8 @@ def test_every_row_is_either_refused_or_finite_and_close(vectors: np.ndarray) ->
     checked = check_rows(vectors, FLOAT16)
     for row, vector in enumerate(vectors):
         error = checked.cosine_error[row]
-        assert np.isnan(error) == (row in checked.refused)
-        if row not in checked.refused:
+        assert np.isnan(error) == (row in checked.quarantined)
+        if row not in checked.quarantined:
             assert np.isfinite(checked.stored[row]).all()
             assert checked.stored[row].any()
             assert np.linalg.norm(vector.astype(float) - checked.stored[row]) <= 0.0025 * np.linalg.norm(
@@ -102,12 +102,12 @@ def test_rows_of_a_large_batch_keep_their_place() -> None:
     vectors = np.ones((2500, 2), dtype=np.float32)
     vectors[[3, 1024, 2499]] = np.nan
     checked = check_rows(vectors, FLOAT16)
-    assert sorted(checked.refused) == [3, 1024, 2499]
+    assert sorted(checked.quarantined) == [3, 1024, 2499]
     assert sorted(np.flatnonzero(np.isnan(checked.cosine_error)).tolist()) == [3, 1024, 2499]
 
 
 def test_no_rows_are_no_problem() -> None:
-    assert check_rows(np.empty((0, 4), dtype=np.float32), FLOAT16).refused == {}
+    assert check_rows(np.empty((0, 4), dtype=np.float32), FLOAT16).quarantined == {}
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
@@ -147,31 +147,31 @@ def test_every_stored_row_is_within_the_bounds_of_its_format_and_every_other_is_
     checked = check_rows(vectors, encoding)
     back = np.empty_like(vectors)
     encoding.restore(checked.stored, back)
-    for row in set(range(len(vectors))) - checked.refused.keys():
+    for row in set(range(len(vectors))) - checked.quarantined.keys():
         exact, read = vectors[row].astype(np.float64), back[row].astype(np.float64)
         cosine = exact @ read / np.linalg.norm(exact) / np.linalg.norm(read)
         assert 1 - cosine <= encoding.max_cosine_error + 1e-12
         assert abs(np.linalg.norm(read) / np.linalg.norm(exact) - 1) <= encoding.max_norm_error + 1e-12
         assert not encoding.is_blank(checked.stored[row : row + 1])[0]
-    assert all(np.isnan(checked.cosine_error[row]) for row in checked.refused)
+    assert all(np.isnan(checked.cosine_error[row]) for row in checked.quarantined)
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ([1.0, np.nan], "the teacher gave NaN"),
-        ([1.0, -np.inf], "the teacher gave an infinite value"),
-        ([0.0, 0.0], "the teacher gave a zero vector"),
+        ([1.0, np.nan], "NaN in the teacher output"),
+        ([1.0, -np.inf], "infinite value in the teacher output"),
+        ([0.0, 0.0], "zero vector"),
     ],
 )
 def test_no_format_stores_what_is_no_vector(name: str, row: list[float], reason: str) -> None:
-    assert check_rows(np.array([row], dtype=np.float32), ENCODINGS[name]).refused == {0: reason}
+    assert check_rows(np.array([row], dtype=np.float32), ENCODINGS[name]).quarantined == {0: reason}
 
 
 def test_int8_refuses_scales_beyond_float16() -> None:
     int8 = ENCODINGS["int8"]
-    refused = check_rows(np.array([[9e6, 1.0], [1e-9, 1e-9]], dtype=np.float32), int8).refused
+    refused = check_rows(np.array([[9e6, 1.0], [1e-9, 1e-9]], dtype=np.float32), int8).quarantined
     assert refused[0].startswith("overflows int8")
     assert refused[1].startswith("vanishes in int8")
 
@@ -180,7 +180,7 @@ def test_float32_changes_nothing() -> None:
     vectors = np.random.default_rng(0).normal(size=(5, 9)).astype(np.float32) * 1e-30
     checked = check_rows(vectors, ENCODINGS["float32"])
     np.testing.assert_array_equal(checked.stored, vectors)
-    assert checked.refused == {}
+    assert checked.quarantined == {}
     assert (checked.cosine_error == 0).all()
 
 

@@ -310,7 +310,7 @@ def changed(file: Path) -> None:
     ("damage", "deep", "message"),
     [
         (lost, False, "the domain list of corpus 'corpus' .* cannot be read"),
-        (cut, False, r"has uint16 of shape \(3,\), the index says uint16 of shape \(4,\)"),
+        (cut, False, r"has uint16 of shape \(3,\), expected uint16 of shape \(4,\)"),
         (out_of_range, False, "names domain 3, counted from 0, of its 3"),
         (changed, True, "the domain list of corpus 'corpus' is not the one that was written"),
     ],

@@ -54,8 +54,8 @@ def test_distinct_rows_are_ascending_and_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"records": 4}, r"has int64 of shape \(3, 2\), the index says int64 of shape \(4, 2\)"),
-        ({"columns": ("a",)}, r"has int64 of shape \(3, 2\), the index says int64 of shape \(3, 1\)"),
+        ({"records": 4}, r"has int64 of shape \(3, 2\), expected int64 of shape \(4, 2\)"),
+        ({"columns": ("a",)}, r"has int64 of shape \(3, 2\), expected int64 of shape \(3, 1\)"),
         ({"fingerprint": "f" * 32}, "cannot be read"),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_lost_row_list_is_damage(tmp_path: Path) -> None:
     built(tmp_path, ["a"])
     with TeacherCache.open(tmp_path / "cache") as cache:
         cache.corpora()["corpus"].file(cache.path).unlink()
-        with pytest.raises(DamagedCache, match=r"row list of corpus 'corpus' .* build it again"):
+        with pytest.raises(DamagedCache, match=r"manifest of corpus 'corpus' .* build it again"):
             cache.corpus()
 
 

@@ -283,7 +283,7 @@ def test_refusals_come_along_where_there_is_no_vector(tmp_path: Path) -> None:
     with TeacherCache.open(target) as cache:
         reasons = cache.space().quarantined()
         told = {cache.texts(np.array([row]))[0]: reason for row, reason in reasons.items()}
-    assert told == {"nan 1": "the teacher gave NaN", "inf 1": "the teacher gave an infinite value"}
+    assert told == {"nan 1": "NaN in the teacher output", "inf 1": "infinite value in the teacher output"}
     again = build(corpus_of(tmp_path / "all", ["inf 1", "nan 1", "fine 2", "fine 1"]), bad, target, name="all")
     assert (again.encoded, again.cached, again.quarantined) == (0, 2, 2)
 
@@ -292,7 +292,7 @@ def test_a_space_of_refusals_alone_comes_along(tmp_path: Path) -> None:
     source = cache_of(tmp_path / "a", ["nan 1"], name="first", teacher=BadVectors.options())
     merge([source], tmp_path / "c")
     with TeacherCache.open(tmp_path / "c") as cache:
-        assert cache.space().quarantined() == {0: "the teacher gave NaN"}
+        assert cache.space().quarantined() == {0: "NaN in the teacher output"}
     assert verify(tmp_path / "c", deep=True).ok
 
 

@@ -208,7 +208,7 @@ def test_who_may_not_write_to_the_lock_reads_the_sealed_copy(cache: Path, read_o
         assert (rows, texts, len(vectors)) == (list(range(20)), TEXTS, 20)
         with TeacherCache.open("cache") as reader:
             assert seal_time in reader.index.as_of
-        with pytest.raises(CacheError, match="a sealed copy is no source of another"), TeacherCache.open("cache") as c:
+        with pytest.raises(CacheError, match="a sealed copy cannot be sealed again"), TeacherCache.open("cache") as c:
             c.index.copy_sealed(Path("nothing"), "", "")
 
     assert read_only(read) == 0

@@ -666,7 +666,7 @@ class TestRepair:
 
         space = resolve(TeacherOptions(model="toy", dims=2)).space
         vectors = BatchedEncoder(space, torch.device("cpu"), load, None).encode_counted(["1"]).vectors
-        assert check_rows(vectors, ENCODINGS["float16"]).refused == {0: "the teacher gave a zero vector"}
+        assert check_rows(vectors, ENCODINGS["float16"]).quarantined == {0: "zero vector"}
 
 
 class WordIds:

@@ -110,5 +110,5 @@ def test_a_shard_without_a_record_is_damage(tmp_path: Path) -> None:
     with TeacherCache.open(tmp_path / "cache", "a", shard_rows=8) as cache:
         with cache.appending() as appender:
             appender.add(numbered(3))
-        with pytest.raises(DamagedCache, match="texts/text lacks 1 of 1 rows asked for, first row 9"):
+        with pytest.raises(DamagedCache, match="texts/text lacks 1 of 1 rows, the first is row 9"):
             cache.texts_table.read(np.array([9]))

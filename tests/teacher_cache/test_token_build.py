@@ -162,10 +162,10 @@ def test_refused_states_leave_the_vector_and_are_told_and_not_asked_for_again(tm
     path, report = token_cache(tmp_path, texts, teacher=BadTokens.options())
     assert outcome(report) == (7, 0, 2, 5, 2)
     assert report.reasons == {
-        "tokens: the teacher gave NaN": 2,
-        "tokens: the teacher gave an infinite value": 1,
+        "tokens: NaN in the teacher output": 2,
+        "tokens: infinite value in the teacher output": 1,
         "tokens: overflows float16: largest value 1e+06": 1,
-        "tokens: the teacher gave attention that is not finite": 1,
+        "tokens: attention is not finite": 1,
     }
     view = opened(path)
     assert view.present(np.arange(7)).all()
@@ -187,7 +187,7 @@ def test_a_text_whose_vector_is_refused_is_not_asked_for_tokens(tmp_path: Path) 
     path, report = token_cache(tmp_path, texts, teacher=BadVectors.options(), workers=workers)
     assert workers.asked == ["fine 1"]
     assert outcome(report) == (2, 0, 1, 1, 1)
-    assert report.reasons == {"the teacher gave NaN": 1}
+    assert report.reasons == {"NaN in the teacher output": 1}
     assert verify(path, deep=True).ok
 
 

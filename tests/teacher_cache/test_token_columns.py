@@ -124,7 +124,7 @@ def test_what_is_stored_of_a_text_comes_back_within_its_format(
     made.encoding = made.record.encoding
     said = spoken(lengths, seed, scale)
     checked = made.check(said, attention=attention)
-    assert not checked.refused
+    assert not checked.quarantined
     for place, text in enumerate(said):
         stored = checked.stored[place]
         assert stored.tokens == lengths[place]
@@ -157,8 +157,8 @@ def test_states_can_be_restored_into_a_padded_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (np.nan, "tokens: the teacher gave NaN"),
-        (np.inf, "tokens: the teacher gave an infinite value"),
+        (np.nan, "tokens: NaN in the teacher output"),
+        (np.inf, "tokens: infinite value in the teacher output"),
         (1e6, "tokens: overflows float16: largest value 1e+06"),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_text_with_one_bad_state_is_refused_with_a_reason_and_no_other(
     said = spoken([3, 4, 5])
     said[1].states[2, 0] = value
     checked = columns(tmp_path).check(said, attention=True)
-    assert checked.refused == {1: reason}
+    assert checked.quarantined == {1: reason}
     assert sorted(checked.stored) == [0, 2]
 
 
@@ -177,11 +177,11 @@ def test_a_text_without_tokens_or_with_attention_that_is_no_number_is_refused(tm
     assert said[2].attention is not None
     said[2].attention[1, 4, 4] = np.nan
     made = columns(tmp_path)
-    assert made.check(said, attention=True).refused == {
-        1: "tokens: the teacher gave none",
-        2: "tokens: the teacher gave attention that is not finite",
+    assert made.check(said, attention=True).quarantined == {
+        1: "tokens: none",
+        2: "tokens: attention is not finite",
     }
-    assert made.check(said[2:], attention=False).refused == {}
+    assert made.check(said[2:], attention=False).quarantined == {}
 
 
 def test_shapes_that_the_configuration_did_not_promise_are_the_teachers_fault(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_few_huge_numbers_among_small_ones_are_kept_by_every_format(tmp_path: 
         made = TokenColumns.__new__(TokenColumns)
         made.record = TokenRecord(TokenShape(64, 4, 2, False), storage)
         made.encoding = made.record.encoding
-        assert made.check(said, attention=False).refused == {}
+        assert made.check(said, attention=False).quarantined == {}
 
 
 def test_columns_that_do_not_go_together_are_damage_and_not_other_numbers(tmp_path: Path) -> None:

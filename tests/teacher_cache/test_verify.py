@@ -508,7 +508,7 @@ def test_an_index_that_was_cut_short_is_damage_and_no_crash(tmp_path: Path) -> N
     os.truncate(data, data.stat().st_size // 2)
     (damage,) = verify(tmp_path / "cache").damage
     assert damage.kind == "damaged_cache"
-    assert re.search(r"is cut short: \d+ bytes, expected \d+; `tcache reindex`", damage.where)
+    assert re.search(r"is truncated: \d+ bytes, expected \d+; `tcache reindex`", damage.where)
     assert reindex(tmp_path / "cache").ok
     assert verify(tmp_path / "cache", deep=True).ok
 
