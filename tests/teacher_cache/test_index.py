@@ -433,7 +433,7 @@ def test_a_sealed_copy_is_not_written_to_nor_sealed_again(tmp_path: Path, writer
     copy = sealed_copy(writer, tmp_path / "index.sealed")
     with pytest.raises(CacheError, match="is read-only"):
         copy.commit([])
-    with pytest.raises(CacheError, match="no source of another"):
+    with pytest.raises(CacheError, match="cannot be sealed again"):
         copy.copy_sealed(tmp_path / "again.mdb", "this cache", "now")
     assert not (tmp_path / "again.mdb").exists()
 

@@ -226,7 +226,7 @@ def test_without_a_sealed_copy_a_lock_that_cannot_be_written_is_told(read_only: 
     def read() -> None:
         with (
             TeacherCache.open("cache") as reader,
-            pytest.raises(CacheError, match=r"not allowed to write to .*lock.mdb.*`tcache seal cache`"),
+            pytest.raises(CacheError, match=r"no permission to write to .*lock.mdb.*`tcache seal cache`"),
         ):
             reader.lookup(TEXTS)
 
@@ -255,6 +255,6 @@ def test_on_a_read_only_file_system_the_sealed_copy_is_read_and_nothing_else(tmp
 
     if shutil.which("unshare") is None or mounted("true").returncode:
         pytest.skip("this user may not mount")
-    assert "not allowed to write to mounted/index.lmdb/lock.mdb" in mounted(sys.executable, "-c", script).stdout
+    assert "no permission to write to mounted/index.lmdb/lock.mdb" in mounted(sys.executable, "-c", script).stdout
     seal(cache)
     assert mounted(sys.executable, "-c", script).stdout == "20 index.sealed\n"
