@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from cli.common import check_output, common_options, emit, say
+from cli.common import check_output, common_options, emit, progress_bar, say
 
 
 @click.command()
@@ -77,7 +77,8 @@ def report(runs: tuple[str, ...], bench: Path | None, output: Path, tasks: str |
     if not runs and bench is None:
         raise click.UsageError("nothing to report: name runs, or measurements with --bench")
     measured = {} if bench is None else read_bench(bench)
-    data = report_data(runs, tasks=tasks.split(",") if tasks else None, announce=say, **asked)
+    with progress_bar() as progress:
+        data = report_data(runs, tasks=tasks.split(",") if tasks else None, progress=progress, **asked)
     data = replace(data, bench=measured)
     page, beside, *pictures = write_report(data, output)
     plots = [f"plots: {len(pictures)} PNG files in {pictures[0].parent}"] if pictures else []

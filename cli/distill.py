@@ -194,7 +194,8 @@ def compare(runs: tuple[Path, ...], tasks: str | None, output: Path | None, **as
     from distill.report.comparison import compare_runs
 
     check_output(output)
-    comparison = compare_runs(runs, tasks=tasks.split(",") if tasks else None, announce=say, **asked)
+    with progress_bar() as progress:
+        comparison = compare_runs(runs, tasks=tasks.split(",") if tasks else None, progress=progress, **asked)
     show_comparison(comparison, comparison.to_json(), output)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import asking_options, check_output, common_options, emit, meta, say
+from cli.common import asking_options, check_output, common_options, emit, meta, progress_bar, say
 
 if TYPE_CHECKING:
     from distill.evaluation.base import Report, Task, TaskScore
@@ -71,30 +71,32 @@ def evaluate(
     its teacher, or with its teacher's documents, and beside its teacher on texts without labels (--texts).
     """
     from distill.evaluation.evaluator import evaluate_model, nine_tasks
-    from distill.evaluation.scores import depends_on, finite, settled
+    from distill.evaluation.scores import finite, provenance, resolved_options
     from distill.report.tables import task_table
     from teacher_cache.teachers.base import TeacherOptions
 
     check_output(output)
     _check_modes(modes, retrieval)
     teacher = _teacher_source(given, cache, dtype)
-    options = settled(TeacherOptions(model=model, dtype=dtype, **given))
+    options = resolved_options(TeacherOptions(model=model, dtype=dtype, **given))
     names = tasks.split(",") if tasks else None
     further = _further_tasks(retrieval, modes, tasks_file, texts, text_key)
-    report = evaluate_model(
-        options,
-        data,
-        names=names,
-        tasks=further,
-        cache=cache,
-        query_prompt=query_prompt,
-        document_prompt=document_prompt,
-        teacher=teacher,
-        mteb=mteb,
-        announce=say,
-    )
+    with progress_bar() as progress:
+        report = evaluate_model(
+            options,
+            data,
+            names=names,
+            tasks=further,
+            cache=cache,
+            query_prompt=query_prompt,
+            document_prompt=document_prompt,
+            teacher=teacher,
+            mteb=mteb,
+            announce=say,
+            progress=progress,
+        )
     scored = [*([] if data is None else nine_tasks(data, names)), *further]
-    record: dict[str, Any] = finite(report.to_json()) | depends_on(options, scored)
+    record: dict[str, Any] = finite(report.to_json()) | provenance(options, scored)
     if not meta("json"):
         from rich.console import Console
 
@@ -106,10 +108,10 @@ def evaluate(
 
 def _check_modes(modes: tuple[str, ...], retrieval: tuple[Path, ...]) -> None:
     """Refuse modes that are none, and those of a retrieval that is not asked for."""
-    from distill.evaluation.base import refuse_unknown
+    from distill.evaluation.base import require_known
     from distill.evaluation.retrieval import MODES
 
-    refuse_unknown(modes, MODES, "no mode of retrieval is called")
+    require_known(modes, MODES, "unknown mode")
     if modes and not retrieval:
         raise click.BadParameter("it is a mode of retrieval: say with --retrieval on which", param_hint="--mode")
 

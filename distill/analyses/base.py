@@ -20,7 +20,7 @@ from teacher_cache.table.joint import JointSpace
 from teacher_cache.teachers.base import TeacherOptions
 
 # What says that the run, or the files beside it, lack what is asked about; a wrong option or a broken answer does not.
-REFUSALS = (NeedsNotMet, EvaluationError, RunFolderError, StudentError, CacheError)
+NOT_APPLICABLE = (NeedsNotMet, EvaluationError, RunFolderError, StudentError, CacheError)
 # Of NumPy's and scikit-learn's generators.
 LARGEST_SEED = 2**32 - 1
 
@@ -68,7 +68,7 @@ class Analysis(ABC):
         """Plain JSON values, all finite.
 
         Raises:
-            KnownError: the run lacks what is asked about; one of `REFUSALS`.
+            KnownError: the run lacks what is asked about; one of `NOT_APPLICABLE`.
         """
 
     def teacher_encoder(self, run: TrainedRun) -> CachedEncoder:
@@ -146,7 +146,7 @@ def analyze(
             started = time.perf_counter()
             try:
                 result = analysis(run)
-            except REFUSALS as error:
+            except NOT_APPLICABLE as error:
                 if names is not None:
                     raise
                 announce(f"{name} of {folder} is left out: {error}")
@@ -175,7 +175,7 @@ def analyze(
     return records
 
 
-def whole_number(option: str, value: Any, least: int, most: int | None = None) -> int:
+def int_option(option: str, value: Any, least: int, most: int | None = None) -> int:
     """The value of an option, such as "map.texts", that counts something.
 
     Raises:
@@ -188,7 +188,7 @@ def whole_number(option: str, value: Any, least: int, most: int | None = None) -
     return value
 
 
-def number(option: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
+def float_option(option: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
     """The finite value of an option that measures something; YAML reads 1e-4 as a text.
 
     Raises:
@@ -204,7 +204,7 @@ def number(option: str, value: Any, *, above: float | None = None, least: float 
     return found
 
 
-def one_of(option: str, value: Any, known: Sequence[Any]) -> Any:
+def choice_option(option: str, value: Any, known: Sequence[Any]) -> Any:
     """The value of an option that names one of a few; flags are one of (True, False).
 
     Raises:
@@ -217,7 +217,7 @@ def one_of(option: str, value: Any, known: Sequence[Any]) -> Any:
     return value
 
 
-def names_of(option: str, value: Any) -> list[str] | None:
+def names_option(option: str, value: Any) -> list[str] | None:
     """The value of an option that lists names; a text is a comma list, None stays None.
 
     Raises:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from distill.analyses.base import Analysis, names_of, one_of
+from distill.analyses.base import Analysis, choice_option, names_option
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, Input, PairTask, Task, unit_rows
@@ -57,8 +57,8 @@ class Compression(Analysis):
             ConfigError: neither of them, no list of names, or a choice among tasks that are not given.
         """
         super().__init__(**options)
-        self.tasks = names_of("compression.tasks", tasks)
-        self.split: str = one_of("compression.split", split, ("test", "validation"))
+        self.tasks = names_option("compression.tasks", tasks)
+        self.split: str = choice_option("compression.split", split, ("test", "validation"))
         of_nine = self.data is not None and not self.data.is_file()
         if self.tasks and not of_nine:
             raise ConfigError("compression.tasks chooses among the nine tasks; name the folder of their files (--data)")

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from distill.analyses.base import LARGEST_SEED, Analysis, number, one_of, whole_number
+from distill.analyses.base import LARGEST_SEED, Analysis, choice_option, float_option, int_option
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import EvaluationError, NonFiniteLoss
 from distill.sharpness.ascent import SharpnessAware
@@ -82,15 +82,15 @@ class Curvature(Analysis):
             ConfigError: an option out of its range.
         """
         super().__init__(**options)
-        self.checkpoints = None if checkpoints is None else whole_number("curvature.checkpoints", checkpoints, 1)
-        self.texts = whole_number("curvature.texts", texts, 2)
-        self.batch = whole_number("curvature.batch", batch, 2)
-        self.rho = number("curvature.rho", rho, above=0)
-        self.adaptive_rho = number("curvature.adaptive_rho", adaptive_rho, above=0)
-        self.heads: bool = one_of("curvature.heads", heads, (True, False))
-        self.differences: bool = one_of("curvature.differences", differences, (True, False))
-        self.iterations = whole_number("curvature.iterations", iterations, 1)
-        self.seed = whole_number("curvature.seed", seed, 0, LARGEST_SEED)
+        self.checkpoints = None if checkpoints is None else int_option("curvature.checkpoints", checkpoints, 1)
+        self.texts = int_option("curvature.texts", texts, 2)
+        self.batch = int_option("curvature.batch", batch, 2)
+        self.rho = float_option("curvature.rho", rho, above=0)
+        self.adaptive_rho = float_option("curvature.adaptive_rho", adaptive_rho, above=0)
+        self.heads: bool = choice_option("curvature.heads", heads, (True, False))
+        self.differences: bool = choice_option("curvature.differences", differences, (True, False))
+        self.iterations = int_option("curvature.iterations", iterations, 1)
+        self.seed = int_option("curvature.seed", seed, 0, LARGEST_SEED)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
         """`loss` (what it is), `texts`, `batch`, and `points` with the figures of a checkpoint each.

@@ -6,9 +6,9 @@ l and C(R) those cosines off the diagonal, centred:
     between[l][m] = <C(R_l), C(R_m)> / (||C(R_l)|| ||C(R_m)||)      to_teacher[l]: R_m of the teacher's vectors
     gaps[l]       = mean over all n^2 pairs of (R_(l+1) - R_l)^2
     drift[l]      = 1 - mean over texts of cos(e_l before, e_l after)
-    kept[l]       = the likeness of `between`, of layer l before and after
+    kept[l]       = the similarity of `between`, of layer l before and after
 
-The likeness is linear CKA of unit states in its debiased form (Kornblith et al. 2019; Song et al. 2012; Nguyen et al.
+The similarity is linear CKA of unit states in its debiased form (Kornblith et al. 2019; Song et al. 2012; Nguyen et al.
 2021): 1 for the same cosines, and 0 on average for unrelated states. The plain cosine of two matrices of cosines is
 near 1 for any two layers, as all of a layer's states share a direction, and CKA without the correction rises with the
 dimensions even for unrelated states. It asks for no common width and does not see a rotation, so `kept` near 1 with a
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from distill.analyses.base import Analysis, whole_number
+from distill.analyses.base import Analysis, int_option
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import EvaluationError
 from distill.evaluation.base import unit_rows
@@ -34,7 +34,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 class Layers(Analysis):
-    """Compares a run's student before and after training, layer by layer, on texts that `shown_rows` gives."""
+    """Compares a run's student before and after training, layer by layer, on texts that `sample_rows` gives."""
 
     name: ClassVar[str] = "layers"
 
@@ -48,7 +48,7 @@ class Layers(Analysis):
             ConfigError: fewer, or no whole number.
         """
         super().__init__(**options)
-        self.texts = whole_number("layers.texts", texts, FEWEST_TEXTS)
+        self.texts = int_option("layers.texts", texts, FEWEST_TEXTS)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
         """The figures above, as lists from the embedding layer to the last.
@@ -57,9 +57,9 @@ class Layers(Analysis):
             EvaluationError: fewer than 4 texts.
             RunFolderError, StudentError: no checkpoint, or no model to compare it with.
         """
-        rows, held_out = shown_rows(run, self.texts)
+        rows, held_out = sample_rows(run, self.texts)
         texts = run.cache.texts(rows)
-        before = run.starting().student.encode_layers(texts)
+        before = run.initial().student.encode_layers(texts)
         after = run.load().student.encode_layers(texts)
         return compare_layers(before, after, run.space.gather(rows)) | {"held_out": held_out}
 
@@ -69,13 +69,13 @@ class Layers(Analysis):
         moved = int(np.argmax(drift))
         before, after = result["before"]["to_teacher"][-1], result["after"]["to_teacher"][-1]
         return (
-            f"Training moved layer {names[moved]} most (drift {drift[moved]:.3f}, likeness to what it was "
-            f"{result['kept'][moved]:.2f}) and took the last layer's likeness to the teacher from {before:.2f} to "
+            f"Training moved layer {names[moved]} most (drift {drift[moved]:.3f}, similarity to what it was "
+            f"{result['kept'][moved]:.2f}) and took the last layer's similarity to the teacher from {before:.2f} to "
             f"{after:.2f} (CKA over {result['texts']} {'held-out' if result['held_out'] else 'training'} texts)."
         )
 
 
-def shown_rows(run: TrainedRun, count: int) -> tuple[npt.NDArray[np.int64], bool]:
+def sample_rows(run: TrainedRun, count: int) -> tuple[npt.NDArray[np.int64], bool]:
     """At most `count` rows of texts that the run did not train on; of its corpus, where it held none out.
 
     Returns:
@@ -102,32 +102,32 @@ def compare_layers(before: npt.NDArray[Any], after: npt.NDArray[Any], teacher: n
     texts = len(teacher)
     if texts < FEWEST_TEXTS:
         raise EvaluationError(f"layers are compared by the cosines of {FEWEST_TEXTS} texts or more; there are {texts}")
-    theirs = centred_cosines(teacher)
+    theirs = centered_cosines(teacher)
     sides = {"before": before, "after": after}
-    centred = {side: np.stack([centred_cosines(layer) for layer in states]) for side, states in sides.items()}
+    centred = {side: np.stack([centered_cosines(layer) for layer in states]) for side, states in sides.items()}
     units = {side: np.stack([unit_rows(layer) for layer in states]) for side, states in sides.items()}
     names = ["embeddings", *(str(number) for number in range(1, len(before)))]
     constant = {
         side: [names[place] for place in np.flatnonzero(~values.any((1, 2)))] for side, values in centred.items()
     }
     drift = 1 - np.einsum("lnd,lnd->ln", units["before"], units["after"]).mean(1)
-    kept = np.diag(likeness(centred["before"], centred["after"]))
+    kept = np.diag(cka(centred["before"], centred["after"]))
     result: dict[str, Any] = {"texts": texts, "layers": names}
     for side, values in centred.items():
         result[side] = {
-            "between": _rounded(likeness(values, values)),
-            "to_teacher": _rounded(likeness(values, theirs[None])[:, 0]),
+            "between": _rounded(cka(values, values)),
+            "to_teacher": _rounded(cka(values, theirs[None])[:, 0]),
             "gaps": _rounded(np.array([_gap(*pair) for pair in zip(units[side][:-1], units[side][1:], strict=True)])),
             "constant": constant[side],
         }
     return result | {"drift": _rounded(np.maximum(drift, 0)), "kept": _rounded(kept)}
 
 
-def centred_cosines(vectors: npt.NDArray[Any]) -> Matrix:
+def centered_cosines(vectors: npt.NDArray[Any]) -> Matrix:
     """`(n, n)` cosines of n >= 4 vectors, centred so that their products estimate HSIC without bias.
 
-    Rows and columns sum to 0, and the diagonal is 0, since a text's likeness to itself says nothing (the U-centring of
-    Szekely and Rizzo 2014). All 0 where every two texts have the same cosine.
+    Rows and columns sum to 0, and the diagonal is 0, since the similarity of a text to itself is excluded (U-centering
+    of Szekely and Rizzo 2014). All 0 where every two texts have the same cosine.
     """
     count = len(vectors)
     units = unit_rows(vectors)
@@ -142,7 +142,7 @@ def centred_cosines(vectors: npt.NDArray[Any]) -> Matrix:
     return cosines
 
 
-def likeness(first: Matrix, second: Matrix) -> Matrix:
+def cka(first: Matrix, second: Matrix) -> Matrix:
     """`(a, b)` debiased CKA of `(a, n, n)` and `(b, n, n)` centred cosines; 0 where one tells no texts apart."""
     return unit_rows(first.reshape(len(first), -1)) @ unit_rows(second.reshape(len(second), -1)).T
 

@@ -2,7 +2,7 @@
 
 Both models' vectors are scaled to length 1. A student that lives in the teacher's space is drawn as it is: its own
 vectors, or those that its learned projection carries there. Any other has no place among the teacher's vectors, so
-the narrower vectors are padded with zeros and the student's are turned by the orthogonal matrix that brings its
+the narrower vectors are pad with zeros and the student's are rotate by the orthogonal matrix that brings its
 vectors of other texts of the corpus nearest to the teacher's:
 
     R = argmin over R^T R = I of ||S R - T||_F      (orthogonal Procrustes, Schonemann 1966)
@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from distill.analyses.base import LARGEST_SEED, Analysis, one_of, whole_number
-from distill.analyses.layers import shown_rows
+from distill.analyses.base import LARGEST_SEED, Analysis, choice_option, int_option
+from distill.analyses.layers import sample_rows
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import EvaluationError
 from distill.evaluation.base import unit_rows
@@ -39,7 +39,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 class Map(Analysis):
-    """Draws texts that `shown_rows` gives twice: where the teacher and where the trained student put them."""
+    """Draws texts that `sample_rows` gives twice: where the teacher and where the trained student put them."""
 
     name: ClassVar[str] = "map"
 
@@ -58,10 +58,10 @@ class Map(Analysis):
             ConfigError: another method, or a number out of its range.
         """
         super().__init__(**options)
-        self.method: str = one_of("map.method", method, METHODS)
-        self.texts = whole_number("map.texts", texts, FEWEST_TEXTS)
-        self.fitted_on = whole_number("map.fitted_on", fitted_on, 1)
-        self.seed = whole_number("map.seed", seed, 0, LARGEST_SEED)
+        self.method: str = choice_option("map.method", method, METHODS)
+        self.texts = int_option("map.texts", texts, FEWEST_TEXTS)
+        self.fitted_on = int_option("map.fitted_on", fitted_on, 1)
+        self.seed = int_option("map.seed", seed, 0, LARGEST_SEED)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
         """`points` (x, y, of, text), `texts`, whether they were `held_out` of training, and the distances.
@@ -72,7 +72,7 @@ class Map(Analysis):
         """
         model = run.load()
         projection = model.objective.projection()
-        rows, held_out = shown_rows(run, self.texts)
+        rows, held_out = sample_rows(run, self.texts)
         texts = run.cache.texts(rows)
         student = unit_rows(model.student.encode(texts, projection=projection))
         teacher = unit_rows(run.space.gather(rows))
@@ -88,7 +88,7 @@ class Map(Analysis):
             rotation = procrustes(
                 unit_rows(model.student.encode(run.cache.texts(others))), unit_rows(run.space.gather(others))
             )
-            student, teacher = turned(student, rotation), padded(teacher, len(rotation))
+            student, teacher = rotate(student, rotation), pad(teacher, len(rotation))
         plane = project(np.concatenate([teacher, student]), self.method, self.seed)
         return {
             "method": self.method,
@@ -125,7 +125,7 @@ class Map(Analysis):
         return others[places]
 
 
-def padded(vectors: Matrix, dims: int) -> Matrix:
+def pad(vectors: Matrix, dims: int) -> Matrix:
     """`(n, dims)`: zeros behind the `(n, d)` vectors, or themselves where they are as wide or wider."""
     return np.pad(vectors, ((0, 0), (0, max(0, dims - vectors.shape[1]))))
 
@@ -139,13 +139,13 @@ def procrustes(student: Matrix, teacher: Matrix) -> Matrix:
     with optional_import("fitting a rotation"):
         from scipy.linalg import orthogonal_procrustes
     dims = max(student.shape[1], teacher.shape[1])
-    rotation: Matrix = orthogonal_procrustes(padded(student, dims), padded(teacher, dims))[0]
+    rotation: Matrix = orthogonal_procrustes(pad(student, dims), pad(teacher, dims))[0]
     return rotation
 
 
-def turned(vectors: Matrix, rotation: Matrix) -> Matrix:
-    """`(n, d)`: the vectors, padded to the rotation's width d, times it."""
-    return padded(vectors, len(rotation)) @ rotation
+def rotate(vectors: Matrix, rotation: Matrix) -> Matrix:
+    """`(n, d)`: the vectors, pad to the rotation's width d, times it."""
+    return pad(vectors, len(rotation)) @ rotation
 
 
 def distances(student: Matrix, teacher: Matrix) -> dict[str, float]:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from distill.analyses.base import Analysis, number
+from distill.analyses.base import Analysis, float_option
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import EvaluationError, NeedsNotMet
 from distill.evaluation.base import QUERY, TEACHER_DOCUMENT, TEXT, Encoder, Report, Task, unit_rows
@@ -52,7 +52,7 @@ class Margin(Analysis):
             ConfigError: below 0, or no number.
         """
         super().__init__(**options)
-        self.skipped_epochs = number("margin.skipped_epochs", skipped_epochs, least=0)
+        self.skipped_epochs = float_option("margin.skipped_epochs", skipped_epochs, least=0)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
         """`points`, `fit`, `teacher_score`, `margin` and, where there is no margin, the `reason`.
@@ -93,7 +93,7 @@ class Margin(Analysis):
             "texts": len(rows),
             "teacher_prompt": scores.teacher_prompt,
             "skipped_epochs": self.skipped_epochs,
-            **margin_of(points, teacher_score),
+            **fit_margin(points, teacher_score),
             **{f"student_{key}": stand[key] for key in ("step", "error", "score")},
         }
 
@@ -104,7 +104,7 @@ class Margin(Analysis):
         training = run.config.training
         cycles = training.cycles if training.lr_scheduler_type == LINEAR_CYCLES else 1
         warmup = int(training.warmup_ratio * steps)
-        return epoch, early(step, steps, step / epoch, cycles, warmup, self.skipped_epochs)
+        return epoch, in_skipped_epochs(step, steps, step / epoch, cycles, warmup, self.skipped_epochs)
 
     @staticmethod
     def conclusion(result: Mapping[str, Any]) -> str:
@@ -147,7 +147,7 @@ def approximation_error(student: npt.NDArray[Any], teacher: npt.NDArray[Any]) ->
     return float(np.linalg.norm(unit_rows(student) - unit_rows(teacher), axis=1).mean())
 
 
-def margin_of(points: Sequence[Mapping[str, Any]], teacher_score: float) -> dict[str, Any]:
+def fit_margin(points: Sequence[Mapping[str, Any]], teacher_score: float) -> dict[str, Any]:
     """The line through those points that are `fitted`, and where it reaches the teacher's score.
 
     Args:
@@ -215,7 +215,7 @@ def _mean(report: Report) -> float:
     return fmean(task.score for task in report.tasks.values())
 
 
-def early(
+def in_skipped_epochs(
     step: int, steps: int, steps_an_epoch: float, cycles: int = 1, warmup: int = 0, skipped_epochs: float = 1.0
 ) -> bool:
     """Whether the step, counted from 1, is in the first epochs of a cycle; the first cycle begins with the warm-up."""

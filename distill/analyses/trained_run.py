@@ -133,7 +133,7 @@ class TrainedRun:
             raise RunFolderError(f"{chosen} does not hold the weights of this run: {reason}") from error
         return model.eval()
 
-    def starting(self) -> Distillation:
+    def initial(self) -> Distillation:
         """What training began with: the student before the first step, and projections as random as they were.
 
         Raises:

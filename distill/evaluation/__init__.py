@@ -1,4 +1,4 @@
-"""Evaluation of encoders: kinds of task by name, the nine tasks, agreement with a teacher."""
+"""Evaluation of encoders: tasks, the vectors they need, and agreement with a teacher."""
 
 from typing import TYPE_CHECKING
 

@@ -18,13 +18,13 @@ MAX_ITER = 200
 
 
 class Classification(Task):
-    """`NAME_train.csv` trains a probe, `NAME_test.csv` is scored; columns `text` and `label`.
+    """A logistic regression is fitted to `NAME_train.csv` and scored on `NAME_test.csv`; columns `text` and `label`.
 
-    Labels are whole numbers, or names if the first one is no number.
+    Labels are whole numbers, or names if the first one is not a number.
 
-    The probe is scikit-learn's LogisticRegression as the TALAS evaluation sets it: lbfgs, C = 1, at most
-    200 iterations, features neither scaled nor normalised. Further figures: `accuracy`, and `converged`,
-    which is 0 if the probe stopped at its iteration limit; its score stands, as in the published numbers.
+    The settings are those of the TALAS evaluation: scikit-learn's LogisticRegression with lbfgs, C = 1, at most 200
+    iterations, features neither scaled nor normalized. Further figures: `accuracy`, and `converged`, which is 0 if the
+    fit stopped at its iteration limit; its score counts, as in the published numbers.
     """
 
     metric: ClassVar[str] = "macro_f1"
@@ -36,7 +36,7 @@ class Classification(Task):
         """Texts and labels of the training file, then of the scored one.
 
         Raises:
-            EvaluationError: a file is malformed, or the training file holds a single class.
+            EvaluationError: a file is malformed, or the training file has a single class.
         """
         first = next(self.rows(self.files()[0], {"label": str}))[0]
         label = class_number if is_number(first) else class_name
@@ -45,7 +45,7 @@ class Classification(Task):
             rows = list(self.rows(path, {"text": str, "label": label}))
             parts.append(([text for text, _ in rows], [label for _, label in rows]))
         if len(set(parts[0][1])) < 2:
-            raise EvaluationError(f"{self.files()[0]}: one class only, a classifier needs two or more")
+            raise EvaluationError(f"{self.files()[0]}: one class only, a classifier needs at least two")
         return parts
 
     def texts(self) -> list[str]:
@@ -53,17 +53,17 @@ class Classification(Task):
 
     def score(self, vectors: Vectors) -> dict[str, float]:
         (train_texts, train_labels), (texts, labels) = self.parts
-        probe = LogisticRegression(random_state=42, max_iter=MAX_ITER)
+        classifier = LogisticRegression(random_state=42, max_iter=MAX_ITER)
         converged = True
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ConvergenceWarning)
-            probe.fit(vectors(train_texts), train_labels)
+            classifier.fit(vectors(train_texts), train_labels)
         for warning in caught:
             if issubclass(warning.category, ConvergenceWarning):
                 converged = False
             else:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        predicted = probe.predict(vectors(texts))
+        predicted = classifier.predict(vectors(texts))
         return {
             self.metric: 100 * float(f1_score(labels, predicted, average="macro")),
             "accuracy": 100 * float(accuracy_score(labels, predicted)),
@@ -80,7 +80,6 @@ def is_number(cell: str) -> bool:
 
 
 def class_number(cell: str) -> int:
-    """The whole number that stands for a class."""
     try:
         return int(cell)
     except ValueError:

@@ -1,32 +1,45 @@
-"""Runs tasks on one encoder, encoding every distinct text once, and names the nine tasks."""
+"""Scoring of an encoder or a model on tasks, and the nine tasks of the TALAS table."""
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from distill.errors import EvaluationError
 from distill.evaluation import load_task
-from distill.evaluation.base import QUERY, ROLES, TEACHER, TEACHER_DOCUMENT, TEXT, Encoder, Report, Task, TaskScore
-from distill.evaluation.encoders import CachedEncoder, encode_all
+from distill.evaluation.base import (
+    QUERY,
+    ROLES,
+    TEACHER,
+    TEACHER_DOCUMENT,
+    TEXT,
+    Announce,
+    Encoder,
+    Progress,
+    Report,
+    Task,
+    TaskScore,
+    Vectors,
+    no_progress,
+    require_known,
+    silent,
+)
+from distill.evaluation.encoders import CachedEncoder
 from distill.evaluation.retrieval import Retrieval
 from distill.evaluation.roles import (
-    AS_MODEL,
+    MODEL_ROLES,
     SpaceEncoder,
     TeacherSource,
     model_encoders,
-    require_one_space,
+    require_comparable,
     require_teacher_space,
     run_record,
     teacher_encoders,
 )
+from distill.evaluation.vectors import TaskVectors
 
 if TYPE_CHECKING:
     from teacher_cache.teachers import TeacherOptions
@@ -47,30 +60,25 @@ NINE: dict[str, tuple[str, str]] = {
 
 
 def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "test") -> list[Task]:
-    """The nine tasks, or those named, over the files in `data`; "package.module:Class" names one's own.
+    """The nine tasks, or those named, over the files in `data`; "package.module:Class" names another task class.
 
-    "validation" as `split` is for choosing among models. Those of banking77 and tweet are taken from their
-    training files: they tell nothing.
+    Choose models on `split` "validation". The validation files of banking77 and tweet are part of their training
+    files: scores on them say nothing.
 
     Raises:
-        EvaluationError: an unknown name, or files that are missing; the message lists every one.
+        EvaluationError: an unknown name, or missing files; the message lists all of them.
         MissingDependency: scikit-learn or SciPy is absent.
     """
     data = Path(data)
     tasks = []
     for name in NINE if names is None else names:
-        if name not in NINE and ":" not in name:
-            nearest = get_close_matches(name, NINE, n=1)
-            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-            raise EvaluationError(
-                f"no task is called {name!r}: {hint}Known: {', '.join(NINE)}, or package.module:Class"
-            )
+        if ":" not in name:
+            require_known([name], (*NINE, "package.module:Class"), "unknown task")
         kind, domain = NINE.get(name, (name, "other"))
-        own_name = name.rpartition(":")[2]
-        tasks.append(load_task(kind)(own_name, data, domain=domain, split=split))
+        tasks.append(load_task(kind)(name.rpartition(":")[2], data, domain=domain, split=split))
     missing = [path.name for task in tasks for path in task.files() if not path.is_file()]
     if missing and not data.is_dir():
-        raise EvaluationError(f"{data}: there is no such folder; name the one that holds the tasks' files")
+        raise EvaluationError(f"{data}: no such folder; name the one with the tasks' files")
     if missing:
         raise EvaluationError(f"{data}: missing {', '.join(missing)}; put the files there, or name the tasks to run")
     return tasks
@@ -87,88 +95,90 @@ def evaluate_model(
     document_prompt: str | None = None,
     teacher: TeacherSource | None = None,
     mteb: Sequence[str] = (),
-    announce: Callable[[str], None] = lambda line: None,
+    announce: Announce = silent,
+    progress: Progress = no_progress,
 ) -> Report:
     """Score a model on the nine tasks and any others, with its own pooling, prompts and maximum length.
 
-    A model is asked exactly as a teacher is: a finished student can be either. Unless `options.normalize` says
-    otherwise, its vectors are taken as its pooling gives them, before any normalisation: the published protocol
-    trains its classifiers on those, and cosines do not change.
+    Unless `options.normalize` is set, vectors are taken before any normalization: the published protocol trains its
+    classifiers on those, and cosines do not change.
 
     Args:
-        options: which model and how it is asked; of a run folder `final/` is scored.
+        options: the model and how it encodes; of a run folder `final/` is scored.
         data: folder of the nine tasks' files; None runs none of the nine.
         names: of the nine; None is all.
-        tasks: further ones, such as `retrieval_tasks` gives.
-        cache: where the model's own vectors are kept, so that a second evaluation encodes nothing; None keeps none.
-        query_prompt, document_prompt: None takes those that the model names itself.
-        teacher: where the teacher's vectors come from, if a task asks for any; of a run's student, its own cache and
-            space unless said otherwise.
+        tasks: further ones, such as those of `retrieval_tasks`.
+        cache: where the model's own vectors are stored, so that a second evaluation encodes nothing; None stores none.
+        query_prompt, document_prompt: None takes the model's own.
+        teacher: source of the teacher's vectors, if a task needs them; by default, for a run's student, the run's
+            cache and space.
         mteb: tasks of the MTEB library, as `run_mteb` takes them.
-        announce: is told how each role is asked, before it is.
+        announce: called with how each role is encoded, and with what is skipped.
+        progress: called with every phase: "loading model", "encoding texts (...)", "scoring tasks".
 
     Raises:
         EvaluationError, TeacherError, CacheError: a file, the model or a teacher's vector is missing, or the teacher is
-            another than it has to be.
+            not the student's.
     """
     chosen = [*([] if data is None else nine_tasks(data, names)), *tasks]
     if not (chosen or mteb) or (data is None and names is not None):
         raise EvaluationError(
-            "nothing to evaluate on: name the folder of the nine tasks' files (--data), one in BEIR's layout "
-            "(--retrieval), a file of your own tasks (--tasks-file), texts (--texts), or a task of MTEB (--mteb)"
+            "nothing to evaluate on: name the folder of the nine tasks' files (`data`), one in BEIR's layout "
+            "(`retrieval`), a file of your own tasks (`tasks_file`), texts (`texts`), or a task of MTEB (`mteb`)"
         )
     prompts = {"query_prompt": query_prompt, "document_prompt": document_prompt}
     report = Report(model=options.model, tasks={}, texts=0, seconds=0.0, encode_seconds=0.0)
     if chosen:
-        report = _evaluated(options, chosen, cache, prompts, teacher or TeacherSource(), announce)
+        report = _evaluate(options, chosen, cache, prompts, teacher or TeacherSource(), announce, progress)
     if mteb:
         from distill.evaluation.mteb_tasks import run_mteb
 
         start = time.perf_counter()
-        kept = None if cache is None else partial(CachedEncoder, cache, None, announce=announce)
-        scores = run_mteb(options, mteb, **prompts, encoder_of=kept, announce=announce)
+        encoder_of = None if cache is None else partial(CachedEncoder, cache, None, announce=announce)
+        scores = run_mteb(options, mteb, **prompts, encoder_of=encoder_of, progress=progress)
         seconds = report.seconds + time.perf_counter() - start
         report = replace(report, tasks={**report.tasks, **scores}, seconds=seconds)
     return report
 
 
-def _evaluated(
+def _evaluate(
     options: "TeacherOptions",
-    chosen: Sequence[Task],
+    tasks: Sequence[Task],
     cache: Path | None,
     prompts: Mapping[str, str | None],
     teacher: TeacherSource,
-    announce: Callable[[str], None],
+    announce: Announce,
+    progress: Progress,
 ) -> Report:
-    """The scores of one model on these tasks; see `evaluate_model`."""
-    evaluator = Evaluator(chosen)
-    asymmetric = any(isinstance(task, Retrieval) and task.mode == "asymmetric" for task in chosen)
+    evaluator = Evaluator(tasks)
+    asymmetric = any(isinstance(task, Retrieval) and task.mode == "asymmetric" for task in tasks)
     if asymmetric:
         require_teacher_space(options.model)
-    needed = {role for task in chosen for _, role in task.inputs()}
-    own = model_encoders(options, needed, cache=cache, **prompts, announce=announce)
-    theirs: dict[str, SpaceEncoder] = {}
-    if needed & AS_MODEL.keys():
+    roles = {role for task in tasks for _, role in task.inputs()}
+    own = model_encoders(options, roles, cache=cache, **prompts, announce=announce)
+    teachers: dict[str, SpaceEncoder] = {}
+    if roles & MODEL_ROLES.keys():
         record = run_record(options.model)
-        theirs = teacher_encoders(teacher if record is None else teacher.of_run(record), needed, announce)
+        teachers = teacher_encoders(teacher if record is None else teacher.for_run(record), roles, announce)
     if asymmetric:
-        require_one_space(options.model, own[QUERY].space, theirs[TEACHER_DOCUMENT].space)
-    if TEACHER in needed and TEXT in needed:
+        require_comparable(options.model, own[QUERY].space, teachers[TEACHER_DOCUMENT].space)
+    if TEACHER in roles and TEXT in roles:
         from distill.evaluation.label_free import without_approximation
 
         try:
             require_teacher_space(options.model)
-            require_one_space(options.model, own[TEXT].space, theirs[TEACHER].space)
+            require_comparable(options.model, own[TEXT].space, teachers[TEACHER].space)
         except EvaluationError as error:
-            evaluator = Evaluator(without_approximation(chosen, str(error), announce))
-    return evaluator({**theirs, **own}, options.model)  # a missing vector is noticed before anything is encoded
+            evaluator = Evaluator(without_approximation(tasks, str(error), announce))
+    # The teacher first: its missing vectors raise before the model has encoded anything.
+    return evaluator({**teachers, **own}, options.model, progress)
 
 
 class Evaluator:
     """Scores encoders on a fixed list of tasks.
 
     Raises:
-        EvaluationError: no task, or two of one name.
+        EvaluationError: no task, or two with one name.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -177,89 +187,48 @@ class Evaluator:
             raise EvaluationError("nothing to evaluate: the list of tasks is empty")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise EvaluationError(f"tasks are told apart by name, and two are called {', '.join(twice)}")
+            raise EvaluationError(f"every task needs a name of its own; two are called {', '.join(twice)}")
         self.tasks = list(tasks)
 
-    def __call__(self, encoders: Encoder | Mapping[str, Encoder], model: str = "") -> Report:
-        """Encode every distinct text once by each encoder, in one float32 matrix, then score each task on its rows.
+    def __call__(
+        self, encoders: Encoder | Mapping[str, Encoder], model: str = "", progress: Progress = no_progress
+    ) -> Report:
+        """Encode every distinct text once with each encoder, then score each task.
 
         Args:
-            encoders: one for every role, or by role; roles that share an encoder share its vectors.
-            model: what the report calls the encoder.
+            encoders: one for all roles, or by role; roles that share an encoder share its vectors.
+            model: name of the encoder in the report.
 
         Raises:
-            EvaluationError: a file is missing or malformed, a role has no encoder, or an encoder gives NaN,
-                infinity or a wrong shape.
+            EvaluationError: a file is missing or malformed, a role has no encoder, or an encoder returns NaN, infinity
+                or a wrong shape.
         """
         start = time.perf_counter()
         by_role = encoders if isinstance(encoders, Mapping) else dict.fromkeys(ROLES, encoders)
-        # Encoder by identity -> row of each of its texts.
-        rows: dict[int, dict[str, int]] = {id(encoder): {} for encoder in by_role.values()}
-        for task in self.tasks:
-            for text, role in task.inputs():
-                if role not in by_role:
-                    raise EvaluationError(
-                        f"task {task.name!r} needs vectors of role {role!r}, and no encoder gives them"
-                    )
-                own = rows[id(by_role[role])]
-                own.setdefault(text, len(own))
+        inputs = {task.name: task.inputs() for task in self.tasks}
         encoding = time.perf_counter()
-        kept = {id(encoder): encoder for encoder in by_role.values()}
-        matrices = {key: encode_all(kept[key], list(own)) for key, own in rows.items() if own}
+        vectors = TaskVectors(by_role, inputs, progress)
         encode_seconds = time.perf_counter() - encoding
-        self._refuse_non_finite(by_role, matrices, rows)
-        lookups = {role: (matrices[key], rows[key]) for role, e in by_role.items() if (key := id(e)) in matrices}
-        scores = {task.name: _scored(task, _Lookup(task.name, lookups)) for task in self.tasks}
+        scores = {}
+        for number, task in enumerate(self.tasks):
+            progress("scoring tasks", number, len(self.tasks), task.name)
+            scores[task.name] = _score(task, vectors.of_task(task.name))
+        progress("scoring tasks", len(self.tasks), len(self.tasks), "")
         return Report(
             model=model,
             tasks=scores,
-            texts=len(set().union(*rows.values())),
+            texts=vectors.texts,
             seconds=time.perf_counter() - start,
             encode_seconds=encode_seconds,
         )
 
-    def _refuse_non_finite(
-        self,
-        by_role: Mapping[str, Encoder],
-        matrices: Mapping[int, npt.NDArray[np.float32]],
-        rows: Mapping[int, Mapping[str, int]],
-    ) -> None:
-        bad = {key: set(np.flatnonzero(~np.isfinite(m).all(axis=1)).tolist()) for key, m in matrices.items()}
-        if any(bad.values()):
-            listed = []
-            for task in self.tasks:
-                asked = {(id(by_role[role]), text) for text, role in task.inputs()}
-                count = sum(rows[key][text] in bad[key] for key, text in asked)
-                listed += [f"{task.name} {count}"] if count else []
-            raise EvaluationError(
-                f"{sum(map(len, bad.values()))} of {sum(map(len, rows.values()))} texts got vectors with NaN or "
-                f"infinity (by task: {', '.join(listed)}); encode in float32, or check the model's weights"
-            )
 
-
-@dataclass(frozen=True)
-class _Lookup:
-    """The vectors of a task's inputs, out of the matrices of all."""
-
-    task: str
-    by_role: Mapping[str, tuple[npt.NDArray[np.float32], Mapping[str, int]]]
-
-    def __call__(self, texts: Sequence[str], role: str = TEXT, /) -> npt.NDArray[np.float32]:
-        try:
-            matrix, rows = self.by_role[role]
-            return matrix[[rows[text] for text in texts]]
-        except KeyError as error:
-            raise EvaluationError(
-                f"task {self.task!r} asks for the vector of a {role} that its inputs() do not list: {error}"
-            ) from error
-
-
-def _scored(task: Task, vectors: _Lookup) -> TaskScore:
+def _score(task: Task, vectors: Vectors) -> TaskScore:
     start = time.perf_counter()
     figures = dict(task.score(vectors))
     score = figures.pop(task.metric, math.nan)
     if not math.isfinite(score):
-        raise EvaluationError(f"task {task.name!r} gave no finite {task.metric}: {score}")
+        raise EvaluationError(f"task {task.name!r}: {task.metric} is not finite: {score}")
     return TaskScore(
         metric=task.metric,
         score=score,

@@ -1,8 +1,8 @@
-"""How near a model comes to its teacher on texts of one's own, without labels: agreement and approximation."""
+"""Comparison of a model with its teacher on texts without labels: agreement and approximation."""
 
 import heapq
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -13,25 +13,26 @@ import numpy.typing as npt
 
 from distill.errors import EvaluationError
 from distill.evaluation.agreement import agreement
-from distill.evaluation.base import TEACHER, TEXT, Example, Input, Task, Vectors, cosine
+from distill.evaluation.base import TEACHER, TEXT, Announce, Example, Input, Task, Vectors, cosine
 from teacher_cache.corpus.corpus import Corpus
 
-# Agreement takes about 80 n^2 bytes of memory and its pairs grow as n^2: a sample, not the corpus, is looked at.
+# Agreement takes about 80 n^2 bytes of memory: it is measured on a sample of the corpus.
 SAMPLE = 2000
 SEED = 42
-SHOWN = 10
+# Example texts of each kind.
+EXAMPLES = 10
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class LabelFree(Task):
-    """A comparison with the teacher on a sample of a corpus; the texts are asked of both.
+    """A comparison with the teacher on a sample of a corpus; both models encode the texts.
 
     The sample is the `sample` distinct texts with the smallest keyed digests: drawn without replacement, each text
-    equally likely, the same ones whatever their order and number of duplicates, in memory that does not grow with
-    the corpus. The file is any that `Corpus.open` takes.
+    equally likely, independent of order and duplicates, in memory that does not grow with the corpus. The file is any
+    that `Corpus.open` takes.
 
     Args:
-        sample: how many distinct texts are compared; of a smaller corpus all are.
+        sample: number of distinct texts; all of a smaller corpus.
         seed: another one draws other texts.
     """
 
@@ -53,7 +54,11 @@ class LabelFree(Task):
 
     @cached_property
     def sampled(self) -> list[str]:
-        """The texts of the sample, by digest."""
+        """The texts of the sample, by digest.
+
+        Raises:
+            CorpusError: the file is missing or malformed, or holds no text.
+        """
         (path,) = self.files()
         corpus = Corpus.open(path, text_key=[self.column_name("text")])
         found = sample_texts((text for batch in corpus.batches(1024) for (text,) in batch), self.sample, self.seed)
@@ -61,10 +66,6 @@ class LabelFree(Task):
         return found
 
     def texts(self) -> list[str]:
-        """
-        Raises:
-            CorpusError: the file is missing or malformed, or holds no text.
-        """
         return self.sampled
 
     def inputs(self) -> list[Input]:
@@ -72,13 +73,13 @@ class LabelFree(Task):
 
     @abstractmethod
     def score(self, vectors: Vectors) -> dict[str, float]:
-        """As `Task.score`; the vectors of role TEACHER are those of the same texts."""
+        """As `Task.score`; the vectors of role TEACHER are of the same texts."""
 
 
 class Agreement(LabelFree):
-    """Whether the model orders texts as its teacher does: Spearman of the two models' cosines of all pairs.
+    """Spearman correlation of the model's and the teacher's cosines of all pairs.
 
-    Further figure: `overlap` of the 10 nearest neighbours, times 100. See `distill.evaluation.agreement`; widths may
+    Further figure: `overlap` of the 10 nearest neighbors, times 100. See `distill.evaluation.agreement`; widths may
     differ.
     """
 
@@ -90,14 +91,14 @@ class Agreement(LabelFree):
 
 
 class Approximation(LabelFree):
-    """How far the model's vector of a text is from its teacher's: for a model that lives in the teacher's space.
+    """Mean cosine of a text's two vectors, for a model in its teacher's space.
 
-    The score is the mean cosine. The error of a text is ||y - y'|| = sqrt(2 - 2 cos) of the two vectors, scaled to
-    length 1: 0 is equal, 1.41 unrelated, 2 opposite. Further figures are its mean as `error`, and its quantiles;
-    the texts with the smallest and largest errors are shown.
+    The error of a text is ||y - y'|| = sqrt(2 - 2 cos) of the two vectors, scaled to length 1: 0 is equal, 1.41
+    unrelated, 2 opposite. Further figures are its mean as `error`, and its quantiles; examples are the texts with the
+    smallest and largest errors.
 
     Args:
-        optional: it is to be left out, and not refused, for a model that is not in its teacher's space.
+        optional: skip the task, instead of raising, for a model that is not in its teacher's space.
     """
 
     metric: ClassVar[str] = "cosine"
@@ -119,20 +120,20 @@ class Approximation(LabelFree):
         }
 
     def examples(self, vectors: Vectors) -> dict[str, list[Example]]:
-        """The `SHOWN` texts of the largest errors, the largest first, and of the smallest, the smallest first."""
+        """`worst`: the texts of the largest errors, largest first; `best`: of the smallest, smallest first."""
         errors = _distances(self._cosines(vectors))
         order = np.argsort(errors, kind="stable").tolist()
-        shown = {"worst": order[::-1][:SHOWN], "best": order[:SHOWN]}
-        return {which: [Example(self.sampled[i], float(errors[i])) for i in rows] for which, rows in shown.items()}
+        rows_of = {"worst": order[::-1][:EXAMPLES], "best": order[:EXAMPLES]}
+        return {kind: [Example(self.sampled[i], float(errors[i])) for i in rows] for kind, rows in rows_of.items()}
 
     def _cosines(self, vectors: Vectors) -> npt.NDArray[np.float64]:
-        own, teachers = vectors(self.sampled), vectors(self.sampled, TEACHER)
-        if own.shape[1] != teachers.shape[1]:
+        own, teacher = vectors(self.sampled), vectors(self.sampled, TEACHER)
+        if own.shape[1] != teacher.shape[1]:
             raise EvaluationError(
-                f"task {self.name!r}: the model's vectors have {own.shape[1]} numbers and the teacher's "
-                f"{teachers.shape[1]}, so it is not in the teacher's space; agreement compares them"
+                f"task {self.name!r}: the model's vectors have {own.shape[1]} dimensions and the teacher's "
+                f"{teacher.shape[1]}, so it is not in the teacher's space; use agreement to compare them"
             )
-        return cosine(own, teachers)
+        return cosine(own, teacher)
 
 
 def label_free_tasks(corpus: Path, *, text_key: str = "text", sample: int = SAMPLE) -> list[Task]:
@@ -142,10 +143,10 @@ def label_free_tasks(corpus: Path, *, text_key: str = "text", sample: int = SAMP
         text_key: key or column of the text.
 
     Raises:
-        EvaluationError: there is no such file.
+        EvaluationError: no such file.
     """
     if not corpus.exists():
-        raise EvaluationError(f"{corpus}: there is no such corpus of texts")
+        raise EvaluationError(f"{corpus}: no such corpus of texts")
     given: dict[str, Any] = {"files": {"file": corpus}, "columns": {"text": text_key}, "sample": sample}
     return [
         Agreement("agreement", corpus.parent, **given),
@@ -153,31 +154,31 @@ def label_free_tasks(corpus: Path, *, text_key: str = "text", sample: int = SAMP
     ]
 
 
-def without_approximation(tasks: Sequence[Task], reason: str, announce: Callable[[str], None]) -> list[Task]:
-    """The tasks for a model that is not in its teacher's space: those of `label_free_tasks` lose approximation.
+def without_approximation(tasks: Sequence[Task], reason: str, announce: Announce) -> list[Task]:
+    """The tasks without optional approximations, for a model that is not in its teacher's space.
 
     Args:
         reason: why it is not.
-        announce: is told what is left out.
+        announce: called with what is skipped.
 
     Raises:
-        EvaluationError: approximation was asked for by name.
+        EvaluationError: an approximation is not optional.
     """
-    left = []
+    kept = []
     for task in tasks:
         if not isinstance(task, Approximation):
-            left.append(task)
+            kept.append(task)
         elif task.optional:
-            announce(f"{task.name} is left out: {reason}")
+            announce(f"{task.name} is skipped: {reason}")
         else:
             raise EvaluationError(f"task {task.name!r}: {reason}")
-    return left
+    return kept
 
 
 def sample_texts(texts: Iterable[str], count: int, seed: int) -> list[str]:
     """The `count` distinct texts whose digests under `seed` are smallest, in that order; all if there are fewer."""
     key = seed.to_bytes(8, "little", signed=True)
-    # Largest digest first, so that the one to go is on top.
+    # Negated digests: the top of the heap is the next text to drop.
     heap: list[tuple[int, str]] = []
     held: set[str] = set()
     for text in texts:
@@ -195,6 +196,6 @@ def sample_texts(texts: Iterable[str], count: int, seed: int) -> list[str]:
 
 
 def _distances(cosines: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Distances of unit vectors; rounding may put a cosine a little above 1."""
+    """Distances of unit vectors; rounding can make a cosine slightly larger than 1."""
     distances: npt.NDArray[np.float64] = np.sqrt(np.maximum(2 - 2 * cosines, 0.0))
     return distances

@@ -1,4 +1,4 @@
-"""Tasks of the MTEB library, asked of a model with the prompts that are its own for each of them."""
+"""Tasks of the MTEB library, with the model's own prompts for each of them."""
 
 import importlib
 import math
@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.errors import EvaluationError
-from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, TaskScore
-from distill.evaluation.encoders import DOCUMENT_PROMPTS, ModelEncoder, Room, asked_by_role, encode_all
+from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, Progress, TaskScore, no_progress
+from distill.evaluation.encoders import DOCUMENT_PROMPTS, ModelEncoder, ModelSlot, encode_all, options_by_role
 from teacher_cache.errors import optional_import
 from teacher_cache.teachers import TeacherOptions, prompts_of, resolve, resolve_dtype
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mteb.abstasks.task_metadata import TaskMetadata
     from mteb.types import PromptType
 
-# Texts in one batch of MTEB's loaders; how many the model takes at a time is the model's affair.
+# Texts per batch of MTEB's loaders; the model splits them further itself.
 BATCH = 512
 
 
@@ -32,18 +32,17 @@ def run_mteb(
     query_prompt: str | None = None,
     document_prompt: str | None = None,
     encoder_of: Callable[[TeacherOptions], Encoder] | None = None,
-    announce: Callable[[str], None] = lambda line: None,
+    progress: Progress = no_progress,
 ) -> dict[str, TaskScore]:
     """Scores of MTEB tasks by name: their main metric, averaged over splits and subsets as MTEB does, times 100.
 
-    Nothing is written but what the loading of a task's data keeps in the cache of the datasets library; only that
-    loading uses a network.
+    Loading a task's data writes to the cache of the datasets library and may use the network; nothing else does.
 
     Args:
-        options: which model and how it is asked; vectors are compared by their cosine.
-        names: of MTEB's tasks, or "package.module:Class" for a task class of one's own.
-        query_prompt, document_prompt: as `asked_by_role` takes them.
-        encoder_of: gives the vectors of the model asked in one way; by default the model itself, keeping nothing.
+        options: the model and how it encodes; vectors are compared by their cosine.
+        names: of MTEB's tasks, or "package.module:Class" for a task class.
+        query_prompt, document_prompt: see `options_by_role`.
+        encoder_of: returns the encoder of given options; by default the model itself, without a cache.
 
     Raises:
         EvaluationError: an unknown task, data that cannot be loaded, or a task that is not of texts.
@@ -57,13 +56,14 @@ def run_mteb(
     scores = {}
     for task in tasks:
         name = task.metadata.name
-        announce(f"mteb: {name}, loading its data")
+        progress(f"MTEB {name}", 0, 0, "loading its data")
         try:
             task.load_data()
-        except Exception as error:  # every task loads in its own way, from a network or a file
+        except Exception as error:  # tasks load from a network or a file, with errors of any kind
             raise EvaluationError(f"mteb: the data of {name} cannot be loaded: {error}") from error
+        progress(f"MTEB {name}", 0, 0, "encoding and scoring")
         start = time.perf_counter()
-        # No cache: results under a model's bare name would be taken for those of another student.
+        # No cache: it stores results under a model's bare name, which students of several runs share.
         result = mteb.evaluate(
             encoder,
             task,
@@ -75,7 +75,7 @@ def run_mteb(
         task.unload_data()
         score = 100 * float(result.task_results[0].get_score())
         if not math.isfinite(score):
-            raise EvaluationError(f"mteb: {name} gave no finite {task.metadata.main_score}: {score}")
+            raise EvaluationError(f"mteb: {task.metadata.main_score} of {name} is not finite: {score}")
         scores[name] = TaskScore(
             metric=task.metadata.main_score, score=score, domain="apart", seconds=time.perf_counter() - start
         )
@@ -83,14 +83,14 @@ def run_mteb(
 
 
 class MtebEncoder:
-    """A model as `mteb.models.EncoderProtocol` has it.
+    """A model with the interface of `mteb.models.EncoderProtocol`.
 
-    The prompt of a text is, where the options name none: the model's own for the task or the type of task, by the
-    names that MTEB gives them ("STS12", "Classification", "Retrieval-query"); else that of a query, a document or a
-    plain text, as everywhere here.
+    The prompt of a text is, unless the options name one: the model's own for the task or the type of task, under the
+    names that MTEB uses ("STS12", "Classification", "Retrieval-query"); else that of a query, a document or a plain
+    text.
     """
 
-    # MTEB asks for the name under which it would keep results, and puts one of its own where there is none.
+    # MTEB stores results under this name, and sets a default if the attribute is missing.
     mteb_model_meta = None
 
     def __init__(
@@ -101,12 +101,15 @@ class MtebEncoder:
         encoder_of: Callable[[TeacherOptions], Encoder] | None = None,
     ) -> None:
         self._options = options
-        self._asked = asked_by_role(options, query_prompt, document_prompt)
-        self._own: dict[str, str] = {}
+        self._by_role = options_by_role(options, query_prompt, document_prompt)
+        self._task_prompts: dict[str, str] = {}
         if options.prompt is None and options.prompt_name is None:
             by_role = {QUERY, *DOCUMENT_PROMPTS}
-            self._own = {name: text for name, text in prompts_of(options).items() if text and name not in by_role}
-        self._encoder_of = encoder_of or _loading(Room())
+            self._task_prompts = {
+                name: text for name, text in prompts_of(options).items() if text and name not in by_role
+            }
+        slot = ModelSlot()
+        self._encoder_of = encoder_of or (lambda options: ModelEncoder(resolve_dtype(resolve(options)), slot))
         self._encoders: dict[TeacherOptions, Encoder] = {}
 
     def encode(
@@ -119,7 +122,7 @@ class MtebEncoder:
         prompt_type: "PromptType | None" = None,
         **kwargs: Any,
     ) -> npt.NDArray[np.float32]:
-        """`(n, d)` vectors of the texts of a loader's batches, each distinct one asked for once.
+        """`(n, d)` vectors of the texts of a loader's batches, each distinct one encoded once.
 
         Raises:
             EvaluationError: a batch has no texts.
@@ -129,20 +132,20 @@ class MtebEncoder:
             if "text" not in batch:
                 raise EvaluationError(f"mteb: {task_metadata.name} has {', '.join(batch)} and no texts to encode")
             texts += batch["text"]
-        asked = self.asked_for(task_metadata, prompt_type)
-        if asked not in self._encoders:
-            self._encoders[asked] = self._encoder_of(asked)
+        options = self.options_for(task_metadata, prompt_type)
+        if options not in self._encoders:
+            self._encoders[options] = self._encoder_of(options)
         rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        return encode_all(self._encoders[asked], list(rows))[[rows[text] for text in texts]]
+        return encode_all(self._encoders[options], list(rows))[[rows[text] for text in texts]]
 
-    def asked_for(self, task_metadata: "TaskMetadata", prompt_type: "PromptType | None") -> TeacherOptions:
-        """How the model is asked for the texts of a task."""
+    def options_for(self, task_metadata: "TaskMetadata", prompt_type: "PromptType | None") -> TeacherOptions:
+        """The model's options with the prompt for the texts of a task."""
         side = prompt_type.value if prompt_type is not None else ""
         for name in (task_metadata.name, str(task_metadata.type)):
             for own in (f"{name}-{side}", name):
-                if own in self._own:
-                    return replace(self._options, prompt=self._own[own])
-        return self._asked[{"query": QUERY, "document": DOCUMENT}.get(side, TEXT)]
+                if own in self._task_prompts:
+                    return replace(self._options, prompt=self._task_prompts[own])
+        return self._by_role[{"query": QUERY, "document": DOCUMENT}.get(side, TEXT)]
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         from mteb.similarity_functions import cos_sim
@@ -153,10 +156,6 @@ class MtebEncoder:
         from mteb.similarity_functions import pairwise_cos_sim
 
         return pairwise_cos_sim(embeddings1, embeddings2)
-
-
-def _loading(room: Room) -> Callable[[TeacherOptions], Encoder]:
-    return lambda options: ModelEncoder(resolve_dtype(resolve(options)), room)
 
 
 def _task(name: str) -> "AbsTask":
@@ -175,5 +174,5 @@ def _task(name: str) -> "AbsTask":
     try:
         return mteb.get_task(name)
     except KeyError as error:
-        # What it says names the nearest task.
+        # The message has the nearest task's name.
         raise EvaluationError(f"mteb: no such task: {str(error.args[0]).removeprefix('KeyError: ')}") from error

@@ -12,11 +12,11 @@ with optional_import("a task of labeled pairs"):
 
 
 class PairClassification(PairTask):
-    """How well the cosine ranks the pairs labelled 1 above those labelled 0; `NAME_test.csv`.
+    """Average precision of ranking the pairs labeled 1 above those labeled 0 by their cosine; `NAME_test.csv`.
 
-    AP = sum over thresholds n of (R_n - R_(n-1)) P_n, with no interpolation, P and R being precision and
-    recall among the pairs whose cosine is at least the n-th distinct one. No threshold is chosen, so
-    nothing is tuned on the scored pairs. A constant cosine gives the share of positives.
+    AP = sum over thresholds n of (R_n - R_(n-1)) P_n, without interpolation, P and R being precision and recall among
+    the pairs whose cosine is at least the n-th distinct one. No threshold is tuned on the scored pairs. A constant
+    cosine gives the share of positives.
     """
 
     metric: ClassVar[str] = "average_precision"

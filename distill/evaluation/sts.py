@@ -1,4 +1,4 @@
-"""Semantic textual similarity: Spearman correlation of the cosine with people's scores."""
+"""Semantic textual similarity: Spearman correlation of the cosine with human scores."""
 
 import math
 from typing import Any, ClassVar
@@ -14,11 +14,11 @@ with optional_import("Spearman's correlation"):
 
 
 class TextualSimilarity(PairTask):
-    """Spearman's rho over the whole file at once, `NAME_test.csv`, with a column `score`.
+    """Spearman's rho over the whole file, `NAME_test.csv`, with a column `score`.
 
-    STS12 is one concatenated file, so its score is not a mean over its sources. If every cosine is equal,
-    as for an encoder that gives each text the same vector, rho is undefined: the score is 0, for it orders
-    nothing, and the further figure `constant` is 1.
+    STS12 is one concatenated file, so its score is not a mean over its sources. If all cosines are equal, as for an
+    encoder that gives each text the same vector, rho is undefined: the score is 0 and the further figure `constant`
+    is 1.
     """
 
     metric: ClassVar[str] = "spearman"
@@ -40,10 +40,7 @@ class TextualSimilarity(PairTask):
 
 
 def spearman(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> float | None:
-    """Spearman's rho of two `(n,)` arrays, average ranks for ties; None where it is undefined.
-
-    It is undefined when either array is constant.
-    """
+    """Spearman's rho of two `(n,)` arrays, average ranks for ties; None if either is constant."""
     if np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
     return float(spearmanr(first, second).statistic)

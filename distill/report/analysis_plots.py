@@ -25,7 +25,7 @@ PAIR = 2
 Answers = Sequence[tuple[RunRecords, Mapping[str, Any]]]
 
 
-def answer_plots(name: str, runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[Plot]:
+def draw_analysis(name: str, runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[Plot]:
     """Of one analysis, those of all runs; an analysis that is not among `DRAWN` has none.
 
     Args:
@@ -55,7 +55,7 @@ def _compression(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
             title = f"{run.name}: {_words(task['metric'])} on {task['task']} (points of 100)"
             panels.append(Panel(title, said, partial(_draw_compression, curves)))
     legend = [
-        *(Key(name, colour, "", "o") for colour, name in enumerate(PRECISIONS) if name in met),
+        *(Key(name, color, "", "o") for color, name in enumerate(PRECISIONS) if name in met),
         *(Key(side, None, dash) for side, dash in SIDES.items() if side in met),
     ]
     if panels:
@@ -110,7 +110,7 @@ def _margin(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
             for run, result in chosen
         )
         panels.append(Panel(title, said, partial(_draw_margin, chosen, keys), HEIGHT))
-    legend = [Key(key.label, key.colour, "-", "o") for key in _keys_of(answers, keys)]
+    legend = [Key(key.label, key.color, "-", "o") for key in _keys_of(answers, keys)]
     yield Plot("margin", "Score against approximation error", panels, [*legend, TEACHER])
 
 
@@ -139,7 +139,7 @@ def _layers(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
     """What the runs are compared by, and each run's matrices."""
     names = [str(name) for name in max((result["layers"] for _, result in answers), key=len)]
     after = [(run.name, keys[run.group], result) for run, result in answers]
-    likeness = [
+    similarity = [
         *(
             (f"{name} before", replace(key, dash=BEFORE.dash), result["before"]["to_teacher"])
             for name, key, result in after
@@ -147,7 +147,7 @@ def _layers(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
         *((f"{name} after", key, result["after"]["to_teacher"]) for name, key, result in after),
     ]
     panels = [
-        _layer_panel("likeness to the teacher (CKA, no unit)", names, likeness),
+        _layer_panel("similarity to the teacher (CKA, no unit)", names, similarity),
         _layer_panel("drift: 1 - cosine with before training", names, [(n, key, r["drift"]) for n, key, r in after]),
     ]
     yield Plot("layers", "What training moved", panels, [*_keys_of(answers, keys), BEFORE])
@@ -183,11 +183,11 @@ def _draw_matrix(names: Sequence[str], matrix: Sequence[Sequence[float]], axes: 
     if len(names) <= FEW_LAYERS:
         for row, values in enumerate(matrix):
             for column, value in enumerate(values):
-                # Light on the dark half of the colours; neither is the page's ink, which changes.
-                colour = "#fefefe" if (value - lowest) / (1 - lowest) < 0.55 else "#010101"
+                # Light on the dark half of the colors; neither is the page's ink, which changes.
+                color = "#fefefe" if (value - lowest) / (1 - lowest) < 0.55 else "#010101"
                 size = 8.5 if len(names) <= 5 else 7.0
                 middle = {"ha": "center", "va": "center", "fontsize": size}
-                axes.text(column + 0.5, row + 0.5, f"{value:.2f}", color=colour, **middle)
+                axes.text(column + 0.5, row + 0.5, f"{value:.2f}", color=color, **middle)
     ticks = [(place + 0.5, name) for place, name in _shown(names)]
     axes.set_xticks(*zip(*ticks, strict=True))
     axes.set_yticks(*zip(*ticks, strict=True))
@@ -243,7 +243,7 @@ def _draw_map(points: Sequence[Mapping[str, Any]], axes: Any) -> None:
             marker="o",
             markersize=3,
             markeredgewidth=0.7,
-            fillstyle="none" if key.colour is None else "full",
+            fillstyle="none" if key.color is None else "full",
             color=key.hex,
         )
     axes.set_xticks([])

@@ -24,7 +24,7 @@ PARTS = {
     "optimizer": "optimiser",
     DATA: "wait for data",
 }
-# In the page's ink: memory has no parts, and the parts of a step have all the colours.
+# In the page's ink: memory has no parts, and the parts of a step have all the colors.
 MEMORY = Key("peak memory", None)
 BAR_HEIGHT, AXIS_HEIGHT = 18.0, 44.0
 # Of the widest bar, room to its right for the ratio.
@@ -200,7 +200,7 @@ def _draw(
     for place, parts in enumerate(bars):
         left = 0.0
         for key, value in parts:
-            alpha = 0.6 if key.colour is None else 1.0
+            alpha = 0.6 if key.color is None else 1.0
             axes.barh(place, value, left=left, height=0.62, color=key.hex, alpha=alpha, linewidth=0)
             left += value
         axes.annotate(labels[place], (left, place), (3, 0), textcoords="offset points", va="center", fontsize=7)

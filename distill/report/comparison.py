@@ -4,13 +4,14 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig
 from distill.errors import ConfigError, RunFolderError
+from distill.evaluation.base import Progress, no_progress
 from distill.run_folder import CONFIG, FINAL, SCORES, is_finished, is_run_folder, read_record, recorded_space
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.folder import ModelFolder, weight_files
@@ -166,7 +167,7 @@ def compare_runs(
     dtype: str = "auto",
     baseline: str | None = None,
     teacher: str | None = None,
-    announce: Callable[[str], None] = lambda line: None,
+    progress: Progress = no_progress,
 ) -> Comparison:
     """Compare the runs in these folders, or in folders of these.
 
@@ -190,16 +191,16 @@ def compare_runs(
 
         for folder, name in zip(folders, names, strict=True):
             if is_finished(folder):
-                announce(f"scoring {name}")
-                evaluate_run(folder, data, tasks, dtype, announce)
+                progress(f"scoring {name}", 0, 0, "")
+                evaluate_run(folder, data, tasks, dtype, progress)
         for model, role, asked in ((baseline, "before training", _as_student), (teacher, "teacher", _as_teacher)):
             if model is not None:
-                announce(f"scoring {model}")
+                progress(f"scoring {model}", 0, 0, "")
                 options, warning = asked(model, folders)
                 warnings += warning
                 found = resolve(options).folder
                 size = {} if found is None else model_size(found)
-                scores = score(options, data, tasks, dtype, announce)
+                scores = score(options, data, tasks, dtype, progress)
                 references.append(reference_row(f"{role}: {Path(model).name}", str(found or model), scores, size))
     compared = compare([*references, *(read_row(f, name) for f, name in zip(folders, names, strict=True))])
     return replace(compared, warnings=(*compared.warnings, *warnings))

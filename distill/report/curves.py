@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from distill.report.data import RunRecords
-from distill.report.drawing import Key, Panel, Plot, line, number, number_axes, spread_widely
+from distill.report.drawing import Key, Panel, Plot, line, needs_log_scale, number, number_axes
 
 STEP = "optimiser step"
 # Keys of a line of metrics.jsonl that are no terms of the objective, with what they are.
@@ -85,7 +85,7 @@ def _plot(
     drawn = [panel for panel in panels if panel is not None]
     groups = {group for _, used in drawn for group in used}
     if drawn:
-        legend = [Key(group, key.colour, key.dash) for group, key in keys.items() if group in groups]
+        legend = [Key(group, key.color, key.dash) for group, key in keys.items() if group in groups]
         yield Plot(name, title, [panel for panel, _ in drawn], legend)
 
 
@@ -98,4 +98,4 @@ def _draw(drawn: Sequence[Series], axes: Any) -> None:
     seeds = len({series.run.group for series in drawn}) < len(drawn)
     for _, key, x, y in drawn:
         line(axes, key, x, y, faint=seeds)
-    number_axes(axes, STEP, log_y=spread_widely([value for series in drawn for value in series.y]), whole_x=True)
+    number_axes(axes, STEP, log_y=needs_log_scale([value for series in drawn for value in series.y]), whole_x=True)

@@ -1,13 +1,14 @@
 """Everything that a report shows, out of the records of the runs: nothing is trained, and scored only on request."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig
 from distill.errors import ConfigError, RunFolderError
+from distill.evaluation.base import Progress, no_progress
 from distill.evaluation.evaluator import NINE
 from distill.evaluation.scores import finite, score
 from distill.report.comparison import (
@@ -152,7 +153,7 @@ def report_data(
     dtype: str = "auto",
     baseline: str | None = None,
     teacher: str | None = None,
-    announce: Callable[[str], None] = lambda line: None,
+    progress: Progress = no_progress,
 ) -> ReportData:
     """Read run folders, folders of these, and models that are no runs.
 
@@ -182,9 +183,9 @@ def report_data(
         dtype=dtype,
         baseline=None if baseline is None or _is_file(baseline) else baseline,
         teacher=None if teacher is None or _is_file(teacher) else teacher,
-        announce=announce,
+        progress=progress,
     )
-    scored = [_scored_reference(model, data, tasks, dtype, announce) for model in unscored if data is not None]
+    scored = [_scored_reference(model, data, tasks, dtype, progress) for model in unscored if data is not None]
     comparison = _with_references(comparison, [*kept, *scored])
     records = tuple(
         _records(row, group.name) for group in comparison.groups for row in group.rows if row.status != "reference"
@@ -214,12 +215,10 @@ def _kept_reference(path: Path, role: str) -> Reference:
     return Reference(role, str(scores.get("model", path.stem)), str(path), scores)
 
 
-def _scored_reference(
-    model: str, data: Path, tasks: Sequence[str] | None, dtype: str, announce: Callable[[str], None]
-) -> Reference:
-    announce(f"scoring {model}")
+def _scored_reference(model: str, data: Path, tasks: Sequence[str] | None, dtype: str, progress: Progress) -> Reference:
+    progress(f"scoring {model}", 0, 0, "")
     found = resolve(TeacherOptions(model=model)).folder
-    scores = score(TeacherOptions(model=model), data, tasks, dtype, announce)
+    scores = score(TeacherOptions(model=model), data, tasks, dtype, progress)
     size = {} if found is None else model_size(found)
     return Reference(MODEL, model, str(found or model), scores, size)
 

@@ -1,4 +1,4 @@
-"""How a plot is drawn: each panel as an SVG that takes the page's colours, all panels of a plot as one PNG."""
+"""How a plot is drawn: each panel as an SVG that takes the page's colors, all panels of a plot as one PNG."""
 
 import io
 import math
@@ -14,9 +14,9 @@ from typing import Any
 from teacher_cache.errors import optional_import
 
 INK, GRID, PAPER = "#1c2127", "#d9dde2", "#ffffff"
-# Okabe and Ito's colours, told apart by the colour-blind too; yellow and black are left out: one does not show on
+# Okabe and Ito's colors, told apart by the color-blind too; yellow and black are left out: one does not show on
 # white, the other is the ink of references.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D")
 # Points: a panel is as wide as a phone shows it, so that its text is read without zooming.
@@ -31,16 +31,16 @@ STEPS = (1, 2, 5, 10)
 
 @dataclass(frozen=True)
 class Key:
-    """What one kind of mark stands for; `colour` None is the ink, of references."""
+    """What one kind of mark stands for; `color` None is the ink, of references."""
 
     label: str
-    colour: int | None
+    color: int | None
     dash: str = "-"
     marker: str = ""
 
     @property
     def hex(self) -> str:
-        return INK if self.colour is None else COLOURS[self.colour]
+        return INK if self.color is None else COLORS[self.color]
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Plot:
     keys: Sequence[Key] = field(default=())
 
 
-def key_of(place: int, label: str) -> Key:
-    """The colour of the n-th of several; where colours run out, another dash."""
-    again = place // len(COLOURS) % len(DASHES)
-    return Key(label, place % len(COLOURS), DASHES[again], MARKERS[again])
+def legend_key(place: int, label: str) -> Key:
+    """The color of the n-th of several; where colors run out, another dash."""
+    again = place // len(COLORS) % len(DASHES)
+    return Key(label, place % len(COLORS), DASHES[again], MARKERS[again])
 
 
 def line(axes: Any, key: Key, x: Sequence[float], y: Sequence[float], *, faint: bool = False) -> None:
@@ -93,7 +93,7 @@ def level(axes: Any, key: Key, y: float) -> None:
     axes.axhline(y, color=key.hex, linestyle=key.dash, linewidth=1.1)
 
 
-def spread_widely(values: Sequence[float]) -> bool:
+def needs_log_scale(values: Sequence[float]) -> bool:
     return min(values, default=0) > 0 and max(values) > LOGARITHMIC * min(values)
 
 
@@ -126,7 +126,7 @@ def number(value: float) -> str:
 
 
 def svg(panel: Panel, name: str) -> str:
-    """The panel as an `<svg>` element for the inside of a page: the page's ink, grid and colours, no fixed size.
+    """The panel as an `<svg>` element for the inside of a page: the page's ink, grid and colors, no fixed size.
 
     Args:
         name: unique in the page.
@@ -147,8 +147,8 @@ def svg(panel: Panel, name: str) -> str:
     inside = re.sub(r"(?<=\sid=\")", f"{name}-", inside)
     inside = re.sub(r"(?<=url\(#)|(?<=href=\"#)", f"{name}-", inside)
     inside = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", inside)
-    for place, colour in enumerate(COLOURS):
-        inside = inside.replace(colour, f"var(--mark-{place})")
+    for place, color in enumerate(COLORS):
+        inside = inside.replace(color, f"var(--mark-{place})")
     inside = inside.replace(INK, "currentColor").replace(GRID, "var(--grid)").replace(PAPER, "var(--paper)")
     return (
         f'<svg viewBox="0 0 {WIDTH:g} {panel.height:g}" role="img" aria-labelledby="{name}-title {name}-said">'

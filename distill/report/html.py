@@ -162,12 +162,12 @@ def html(data: ReportData, drawn: Mapping[str, Sequence[Plot]]) -> str:
         bench=bench_tables(data.bench),
         bench_drawings={drawing.plot.name: drawing for drawing in drawings("bench")},
         disk=sections.disk(data.runs),
-        colour=_colour,
+        color=_color,
     )
 
 
-def _colour(key: Key) -> str:
-    return "currentColor" if key.colour is None else f"var(--mark-{key.colour})"
+def _color(key: Key) -> str:
+    return "currentColor" if key.color is None else f"var(--mark-{key.color})"
 
 
 def _title(data: ReportData) -> str:

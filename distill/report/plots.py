@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from distill.report.analysis_plots import answer_plots
+from distill.report.analysis_plots import draw_analysis
 from distill.report.bench import bench_plots
 from distill.report.comparison import Figure
 from distill.report.curves import curves, validation
 from distill.report.data import BASELINE, TEACHER, ReportData
-from distill.report.drawing import Key, Panel, Plot, key_of, number_axes
+from distill.report.drawing import Key, Panel, Plot, legend_key, number_axes
 
 TASK_HEIGHT, AXIS_HEIGHT = 18.0, 44.0
 MARKERS = {TEACHER: "|", BASELINE: "o"}
@@ -19,20 +19,20 @@ OTHER_MARKER = "x"
 def plots(data: ReportData) -> dict[str, list[Plot]]:
     """By what they show: "curves", "validation", "scores", "bench", and each analysis by name; those that have data."""
     groups = dict.fromkeys(run.group for run in data.runs)
-    keys = {name: key_of(place, name) for place, name in enumerate(groups)}
+    keys = {name: legend_key(place, name) for place, name in enumerate(groups)}
     found = {
         "scores": list(_scores(data, keys)),
         "curves": list(curves(data.runs, keys)),
         "validation": list(validation(data.runs, keys)),
         "bench": list(bench_plots(data.bench)),
-        **{name: list(answer_plots(name, data.runs, keys)) for name in data.analyses},
+        **{name: list(draw_analysis(name, data.runs, keys)) for name in data.analyses},
     }
     return {name: drawn for name, drawn in found.items() if drawn}
 
 
 def _scores(data: ReportData, keys: Mapping[str, Key]) -> Iterator[Plot]:
-    """Every model's score of every task, runs in colour and references in ink."""
-    marks = {name: Key(name, key.colour, "", key.marker) for name, key in keys.items()}
+    """Every model's score of every task, runs in color and references in ink."""
+    marks = {name: Key(name, key.color, "", key.marker) for name, key in keys.items()}
     marks |= {name: Key(name, None, "", MARKERS.get(role, OTHER_MARKER)) for name, role in data.references.items()}
     rows = [
         (marks[group.name], scores)
@@ -53,7 +53,7 @@ def _scores(data: ReportData, keys: Mapping[str, Key]) -> Iterator[Plot]:
 
 def _draw_scores(tasks: Sequence[str], rows: Sequence[tuple[Key, Mapping[str, Figure]]], axes: Any) -> None:
     for key, scores in rows:
-        reference = key.colour is None
+        reference = key.color is None
         axes.errorbar(
             [figure.mean for figure in scores.values()],
             [tasks.index(task) for task in scores],

@@ -48,9 +48,7 @@ def work(order: dict[str, Any]) -> None:
     result = run(config, announce=_say, report=_Lines())
     _say(f"{result.steps:,} steps, {'finished before' if result.finished_before else f'{result.seconds:.0f} s'}")
     if order["data"] is not None:
-        scores = evaluate_run(
-            Path(result.output_dir), Path(order["data"]), order["tasks"], order["dtype"], announce=_say
-        )
+        scores = evaluate_run(Path(result.output_dir), Path(order["data"]), order["tasks"], order["dtype"])
         _say(f"scored: average {scores['average']['all']:.2f}")
 
 

@@ -272,13 +272,13 @@ def _is_done(config: SweepConfig, planned: Planned) -> bool:
     """
     if not is_finished(planned.folder):
         return False
-    from distill.evaluation.scores import kept_scores
+    from distill.evaluation.scores import saved_scores
     from distill.runs.run import run
 
     run(planned.config)  # compares settings and digests, and trains nothing that is finished
     if config.data is None:
         return True
-    return kept_scores(planned.folder, Path(config.data), config.tasks, config.dtype) is not None
+    return saved_scores(planned.folder, Path(config.data), config.tasks, config.dtype) is not None
 
 
 def _order(config: SweepConfig, planned: Planned) -> Order:

@@ -12,7 +12,7 @@ from distill.config import EvaluationConfig
 from distill.errors import ConfigError
 from distill.evaluation.base import Encoder, Task
 from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
-from distill.evaluation.scores import digests
+from distill.evaluation.scores import file_digests
 
 # Of the nine, those whose validation file chooses nothing, and why.
 UNUSABLE = {
@@ -62,7 +62,7 @@ class Validation:
         """
         for task in self.tasks:
             task.inputs()
-        return digests(self.tasks)
+        return file_digests(self.tasks)
 
     def __call__(self, student: Encoder) -> dict[str, float]:
         """`average` over the tasks, each task's score under its name, and the `seconds` that it all took.

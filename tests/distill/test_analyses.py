@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from cli.distill import main
 from distill.analyses import ANALYSES
-from distill.analyses.base import Analysis, analyze, names_of, number, one_of, whole_number
+from distill.analyses.base import Analysis, analyze, choice_option, float_option, int_option, names_option
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError, NeedsNotMet, RunFolderError
 from distill.registry import load_class
@@ -204,27 +204,27 @@ def test_the_command_tells_an_error_of_every_run_once(finished: Path, tmp_path: 
 @pytest.mark.parametrize("value", ["many", -3, 2.0, True, None, 9])
 def test_a_count_is_a_whole_number_in_its_range(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"map\.texts is .*; expected a whole number from 1 to 8"):
-        whole_number("map.texts", value, 1, 8)
-    assert whole_number("map.texts", 8, 1, 8) == 8
+        int_option("map.texts", value, 1, 8)
+    assert int_option("map.texts", 8, 1, 8) == 8
 
 
 @pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), True, None, 0, [1]])
 def test_a_radius_is_a_finite_number_above_nothing(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"curvature\.rho is .*; expected a number above 0"):
-        number("curvature.rho", value, above=0)
-    assert number("curvature.rho", "1e-4", above=0) == 1e-4  # as YAML gives it
+        float_option("curvature.rho", value, above=0)
+    assert float_option("curvature.rho", "1e-4", above=0) == 1e-4  # as YAML gives it
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_a_flag_is_true_or_false(value: Any) -> None:
     with pytest.raises(ConfigError, match="expected one of true, false"):
-        one_of("curvature.heads", value, (True, False))
+        choice_option("curvature.heads", value, (True, False))
 
 
 def test_a_list_of_names_may_be_a_comma_list() -> None:
-    assert names_of("compression.tasks", "stsb") == ["stsb"]
-    assert names_of("compression.tasks", "stsb, mrpc") == ["stsb", "mrpc"]
-    assert names_of("compression.tasks", None) is None
+    assert names_option("compression.tasks", "stsb") == ["stsb"]
+    assert names_option("compression.tasks", "stsb, mrpc") == ["stsb", "mrpc"]
+    assert names_option("compression.tasks", None) is None
     for value in (3, [], [1], ""):
         with pytest.raises(ConfigError, match=r"compression\.tasks is .*; expected a list of names"):
-            names_of("compression.tasks", value)
+            names_option("compression.tasks", value)

@@ -136,7 +136,7 @@ def test_the_page_shows_measurements_alone_or_beside_runs(record: dict[str, Any]
     assert '<section id="bench">' in page
     assert "64 tokens a text" in page
     assert "emo@online" in page
-    assert "var(--mark-2)" in page[page.index('id="bench"') :]  # its colours are the page's, light or dark
+    assert "var(--mark-2)" in page[page.index('id="bench"') :]  # its colors are the page's, light or dark
     assert json.loads((tmp_path / "page.json").read_text(encoding="utf-8"))["bench"] == record
     assert (tmp_path / "page_files" / "page-bench-0.png").is_file()
 

@@ -210,7 +210,7 @@ def test_runs_are_scored_where_data_are_given_once_beside_student_and_teacher(
             dtype="fp32",
             baseline=str(tiny_student),
             teacher=str(teacher),
-            announce=said.append,
+            progress=lambda phase, done, total, detail: said.append(phase),
         )
 
     first = compared()

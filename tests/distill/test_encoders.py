@@ -1,4 +1,4 @@
-"""Vectors out of a cache: what it holds is read, what it lacks is asked once and kept."""
+"""Encoders: cached vectors are read, missing ones are encoded once and stored."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 from distill.errors import EvaluationError
 from distill.evaluation import encoders
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT
-from distill.evaluation.encoders import CachedEncoder, ModelEncoder, Room, asked_by_role, encode_all
+from distill.evaluation.encoders import CachedEncoder, ModelEncoder, ModelSlot, encode_all, options_by_role
 from teacher_cache.building import workers
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[TeacherSpec]:
-    """What is loaded from here on."""
+    """Specs of the models that are loaded in the test."""
     loaded: list[TeacherSpec] = []
 
     def load(spec: TeacherSpec) -> Teacher:
@@ -46,7 +46,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[TeacherSpec]:
     return loaded
 
 
-def test_what_the_model_says_is_what_is_kept_and_read_back(model: Path, tmp_path: Path) -> None:
+def test_stored_vectors_are_the_models(model: Path, tmp_path: Path) -> None:
     encoder = CachedEncoder(tmp_path / "cache", teacher=options(model))
     said = load_teacher(resolve(options(model))).encode(TEXTS)
     np.testing.assert_allclose(encoder.encode(TEXTS), said, atol=1e-6)
@@ -54,21 +54,21 @@ def test_what_the_model_says_is_what_is_kept_and_read_back(model: Path, tmp_path
         assert table.space_record().storage == "float32"
 
 
-def test_the_second_evaluation_asks_for_nothing_and_loads_no_model(
+def test_a_second_evaluation_encodes_nothing_and_loads_no_model(
     model: Path, tmp_path: Path, loads: list[TeacherSpec]
 ) -> None:
     said: list[str] = []
     first = CachedEncoder(tmp_path / "cache", teacher=options(model), announce=said.append)
     vectors = first.encode(TEXTS)
-    assert (first.asked, len(loads)) == (4, 1)
+    assert (first.encoded, len(loads)) == (4, 1)
     again = CachedEncoder(tmp_path / "cache", teacher=options(model), announce=said.append)
     np.testing.assert_array_equal(again.encode([*reversed(TEXTS), TEXTS[1]]), vectors[[3, 2, 1, 0, 1]])
-    assert (again.asked, len(loads)) == (0, 1)
+    assert (again.encoded, len(loads)) == (0, 1)
     assert len(said) == 1
     assert "lacks 4 of 4 texts in space st@" in said[0]
 
 
-def test_a_cache_that_is_filled_keeps_the_corpora_it_had_and_gets_no_other(model: Path, tmp_path: Path) -> None:
+def test_filling_a_cache_does_not_change_its_corpora(model: Path, tmp_path: Path) -> None:
     source = tmp_path / "mine.txt"
     source.write_text("one text of mine\nthe cat sat\n")
     build(Corpus.open(source), options(model), tmp_path / "cache", name="evaluation")
@@ -79,16 +79,16 @@ def test_a_cache_that_is_filled_keeps_the_corpora_it_had_and_gets_no_other(model
     assert [path.name for path in (tmp_path / "cache" / "corpora").iterdir()] == ["evaluation"]
 
 
-def test_only_what_is_missing_is_asked(model: Path, tmp_path: Path) -> None:
+def test_only_missing_texts_are_encoded(model: Path, tmp_path: Path) -> None:
     CachedEncoder(tmp_path / "cache", teacher=options(model)).encode(TEXTS[:3])
     said: list[str] = []
     encoder = CachedEncoder(tmp_path / "cache", teacher=options(model), announce=said.append)
     encoder.encode(TEXTS)
-    assert encoder.asked == 1
+    assert encoder.encoded == 1
     assert "lacks 1 of 4 texts" in said[0]
 
 
-def test_all_chunks_are_asked_in_one_go(
+def test_missing_texts_of_all_chunks_are_encoded_at_once(
     model: Path, tmp_path: Path, loads: list[TeacherSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distill.evaluation.encoders.CHUNK", 3)
@@ -98,24 +98,24 @@ def test_all_chunks_are_asked_in_one_go(
     np.testing.assert_allclose(matrix, load_teacher(resolve(options(model))).encode(texts), atol=1e-6)
 
 
-def test_a_cache_alone_gives_what_it_holds_and_names_what_it_lacks(toy_cache: Path) -> None:
+def test_a_cache_without_a_model_is_read_and_missing_texts_are_an_error(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as table:
         texts = table.texts(np.arange(5))
     encoder = CachedEncoder(toy_cache)
     assert encoder.space.teacher == "toy"
-    # The build's own storage, float16, lies between.
+    # The build stores float16.
     np.testing.assert_allclose(
         encoder.encode(texts), load_teacher(resolve(TeacherOptions(model="toy"))).encode(texts), atol=1e-3
     )
-    with pytest.raises(MissingRows, match=r"no vector for 1 of 2 texts, first 'not there'; name .*--teacher"):
+    with pytest.raises(MissingRows, match=r"no vector for 1 of 2 texts, first 'not there'; name .*`teacher`"):
         encoder.encode([texts[0], "not there"])
 
 
-def test_a_cached_space_is_filled_by_its_own_model_alone(model: Path, tmp_path: Path) -> None:
+def test_a_cached_space_is_filled_only_by_its_own_model(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     CachedEncoder(cache, teacher=options(model, prompt="a river ", max_length=8)).encode(TEXTS[:2])
     slug = next(path.name for path in (cache / "spaces").iterdir())
-    # Asked as the space was, whatever the options say of prompt and length.
+    # The space's prompt and length take precedence over the options'.
     filled = CachedEncoder(cache, slug, options(model, dtype="auto")).encode(TEXTS)
     expected = load_teacher(resolve(options(model, prompt="a river ", max_length=8))).encode(TEXTS)
     np.testing.assert_allclose(filled, expected, atol=1e-6)
@@ -133,28 +133,30 @@ def test_another_prompt_is_another_space_of_the_same_cache(model: Path, tmp_path
         assert table.rows == len(TEXTS)
 
 
-def test_a_space_made_in_a_measured_precision_is_found_again_without_measuring(model: Path, tmp_path: Path) -> None:
+def test_a_space_with_a_measured_precision_is_found_without_measuring_again(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     CachedEncoder(cache, teacher=options(model, dtype="bfloat16")).encode(TEXTS)
     encoder = CachedEncoder(cache, teacher=options(model, dtype="auto"))
     assert encoder.space.dtype == "bfloat16"
     encoder.encode(TEXTS)
-    assert encoder.asked == 0
+    assert encoder.encoded == 0
 
 
-def test_a_missing_cache_is_refused_where_no_model_can_fill_it(tmp_path: Path) -> None:
+def test_a_missing_cache_without_a_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CacheNotFound, match="no teacher cache"):
         CachedEncoder(tmp_path / "none")
 
 
 @pytest.mark.parametrize(("text", "what"), [(" ", "1 of 2 texts are empty"), ("\ud800", "surrogate pair")])
-def test_texts_that_a_cache_cannot_keep_are_refused(model: Path, tmp_path: Path, text: str, what: str) -> None:
+def test_texts_that_a_cache_cannot_store_are_an_error(model: Path, tmp_path: Path, text: str, what: str) -> None:
     with pytest.raises(EvaluationError, match=what):
         CachedEncoder(tmp_path / "cache", teacher=options(model)).encode(["dogs", text])
     assert not (tmp_path / "cache").exists()
 
 
-def test_vectors_that_cannot_be_kept_are_an_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_that_cannot_be_stored_are_an_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken:
         def __init__(self, spec: TeacherSpec) -> None:
             self.teacher = load_teacher(spec)
@@ -169,9 +171,9 @@ def test_vectors_that_cannot_be_kept_are_an_error(model: Path, tmp_path: Path, m
         CachedEncoder(tmp_path / "cache", teacher=options(model)).encode(TEXTS)
 
 
-def test_models_that_share_a_room_are_loaded_one_at_a_time(model: Path, loads: list[TeacherSpec]) -> None:
-    room = Room()
-    one, other = (ModelEncoder(resolve(options(model, prompt=prompt)), room) for prompt in ("", "a river "))
+def test_models_that_share_a_slot_are_loaded_one_at_a_time(model: Path, loads: list[TeacherSpec]) -> None:
+    slot = ModelSlot()
+    one, other = (ModelEncoder(resolve(options(model, prompt=prompt)), slot) for prompt in ("", "a river "))
     assert not loads
     first = one.encode(TEXTS)
     one.encode(TEXTS)
@@ -181,11 +183,11 @@ def test_models_that_share_a_room_are_loaded_one_at_a_time(model: Path, loads: l
 
 
 def prompts(model: Path, *given: str | None, **more: Any) -> list[str]:
-    asked = asked_by_role(options(model, **more), *given)
-    return [resolve(asked[role]).space.prompt for role in (TEXT, QUERY, DOCUMENT)]
+    by_role = options_by_role(options(model, **more), *given)
+    return [resolve(by_role[role]).space.prompt for role in (TEXT, QUERY, DOCUMENT)]
 
 
-def test_queries_and_documents_get_the_prompts_that_the_model_names(model: Path, tmp_path: Path) -> None:
+def test_queries_and_documents_have_the_models_own_prompts(model: Path, tmp_path: Path) -> None:
     assert prompts(model) == ["", "the river ", ""]
     assert prompts(model, "ask: ") == ["", "ask: ", ""]
     assert prompts(model, None, "say: ") == ["", "the river ", "say: "]
@@ -195,11 +197,11 @@ def test_queries_and_documents_get_the_prompts_that_the_model_names(model: Path,
     config = copy / "config_sentence_transformers.json"
     tiny_teachers.edit_json(config, prompts={"query": "q: ", "passage": "p: "}, default_prompt_name="query")
     assert prompts(copy) == ["q: ", "q: ", "p: "]
-    # Placeholders that nobody chose: asked as any text is.
+    # Empty placeholders: the default prompt is used.
     tiny_teachers.edit_json(config, prompts={"query": "", "document": "", "all": "x: "}, default_prompt_name="all")
     assert prompts(copy) == ["x: ", "x: ", "x: "]
 
 
 def test_a_model_without_files_has_no_prompts_of_its_own() -> None:
     toy = TeacherOptions(model="toy")
-    assert asked_by_role(toy) == {TEXT: toy, QUERY: toy, DOCUMENT: toy}
+    assert options_by_role(toy) == {TEXT: toy, QUERY: toy, DOCUMENT: toy}

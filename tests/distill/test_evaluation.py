@@ -1,4 +1,4 @@
-"""The three kinds of task, the evaluator, the nine tasks and their table."""
+"""Kinds of task, the evaluator, the nine tasks and their table."""
 
 import csv
 import json
@@ -59,7 +59,7 @@ def write_nine(folder: Path) -> None:
 
 
 def vectors_with_cosines(cosines: Sequence[float]) -> "dict[str, npt.NDArray[np.float32]]":
-    """Plane vectors for "x left i" and "x right i" whose cosine is the i-th one given."""
+    """Plane vectors for "x left i" and "x right i" whose cosine is the i-th given one."""
     vectors: dict[str, npt.NDArray[np.float32]] = {}
     for i, value in enumerate(cosines):
         vectors[f"x left {i}"] = np.array([1, 0], dtype=np.float32)
@@ -92,7 +92,7 @@ class TestTextualSimilarityContract(TaskContract):
         return TextualSimilarity("x", folder)
 
 
-def test_macro_f1_is_that_of_scikit_learn_called_directly(tmp_path: Path) -> None:
+def test_macro_f1_equals_scikit_learns(tmp_path: Path) -> None:
     write_classes(tmp_path, "x")
     figures = Classification("x", tmp_path).score(text_vectors)
     train = text_vectors([f"x train {i}" for i in range(60)])
@@ -105,7 +105,7 @@ def test_macro_f1_is_that_of_scikit_learn_called_directly(tmp_path: Path) -> Non
     assert figures["converged"] == 1
 
 
-def test_macro_f1_weighs_classes_equally_and_is_0_for_one_never_predicted(tmp_path: Path) -> None:
+def test_macro_f1_weighs_classes_equally_and_a_class_never_predicted_counts_0(tmp_path: Path) -> None:
     write_csv(tmp_path / "x_train.csv", ("text", "label"), [("a", 0), ("b", 1), ("c", 0), ("d", 1)])
     write_csv(tmp_path / "x_test.csv", ("text", "label"), [("a", 0), ("c", 0), ("e", 0), ("f", 1)])
     side = {"a": -1, "c": -1, "e": -1, "f": -1, "b": 1, "d": 1}
@@ -117,7 +117,7 @@ def test_macro_f1_weighs_classes_equally_and_is_0_for_one_never_predicted(tmp_pa
     assert figures["accuracy"] == pytest.approx(75)
 
 
-def test_a_probe_that_stops_at_its_limit_says_so_and_warns_nobody(
+def test_a_fit_that_stops_at_its_limit_is_marked_without_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr("distill.evaluation.classification.MAX_ITER", 1)
@@ -150,7 +150,7 @@ def test_spearman_by_hand_with_a_tie_in_the_scores(tmp_path: Path) -> None:
     assert figures["constant"] == 0
 
 
-def test_pair_scores_are_those_of_the_libraries_called_directly(tmp_path: Path) -> None:
+def test_pair_scores_equal_those_of_scikit_learn_and_scipy(tmp_path: Path) -> None:
     labels = [int(i % 3 == 0) for i in range(30)]
     scores = [(i * 7) % 11 / 2 for i in range(30)]
     write_pairs(tmp_path, "p", labels)
@@ -166,7 +166,7 @@ def test_pair_scores_are_those_of_the_libraries_called_directly(tmp_path: Path) 
     assert report.tasks["s"].score == pytest.approx(100 * spearmanr(scores, cosines("s")).statistic)
 
 
-def test_similarity_of_a_collapsed_encoder_is_0_and_marked(tmp_path: Path) -> None:
+def test_the_sts_score_of_a_collapsed_encoder_is_0_and_marked(tmp_path: Path) -> None:
     write_pairs(tmp_path, "x", [1, 2, 3], column="score")
     figures = TextualSimilarity("x", tmp_path).score(lambda texts: np.full((len(texts), 3), 0.1, np.float32))
     assert figures == {"spearman": 0, "constant": 1}
@@ -195,11 +195,11 @@ def test_each_distinct_text_of_all_tasks_is_encoded_once_in_chunks(
     encoder = CountingEncoder()
     report = Evaluator(tasks)(encoder)
     wanted = {text for task in tasks for text in task.texts()}
-    assert len(encoder.asked) == len(set(encoder.asked)) == report.texts
-    assert set(encoder.asked) == wanted
+    assert len(encoder.encoded) == len(set(encoder.encoded)) == report.texts
+    assert set(encoder.encoded) == wanted
 
 
-def test_chunks_change_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_do_not_depend_on_the_chunk_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_nine(tmp_path)
     whole = Evaluator(nine_tasks(tmp_path))(CountingEncoder())
     monkeypatch.setattr(encoders, "CHUNK", 5)
@@ -207,7 +207,7 @@ def test_chunks_change_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {n: t.score for n, t in whole.tasks.items()} == {n: t.score for n, t in chunked.tasks.items()}
 
 
-def test_the_nine_run_and_report_the_names_scripts_rely_on(tmp_path: Path) -> None:
+def test_the_nine_tasks_run_and_their_json_has_the_names_scripts_rely_on(tmp_path: Path) -> None:
     write_nine(tmp_path)
     report = Evaluator(nine_tasks(tmp_path))(CountingEncoder(), "a student")
     record = json.loads(json.dumps(report.to_json()))
@@ -243,7 +243,7 @@ def test_the_average_over_no_task_is_none() -> None:
     assert report.to_json()["average"] == {"in_domain": None, "out_of_domain": 10, "all": 10}
 
 
-def test_missing_files_are_all_listed(tmp_path: Path) -> None:
+def test_the_error_lists_all_missing_files(tmp_path: Path) -> None:
     write_nine(tmp_path)
     (tmp_path / "emotion_train.csv").unlink()
     (tmp_path / "stsb_test.csv").unlink()
@@ -258,12 +258,12 @@ def test_the_validation_split_is_read_from_its_own_file(tmp_path: Path) -> None:
     assert sorted(task.texts()) == ["a", "b", "c", "d"]
 
 
-def test_an_unknown_task_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+def test_an_unknown_task_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="did you mean 'emotion'"):
         nine_tasks(tmp_path, ["emotions"])
 
 
-def test_an_unknown_kind_of_task_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_kind_of_task_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'pairs'"):
         load_task("pair")
 
@@ -276,7 +276,7 @@ def test_an_unknown_kind_of_task_is_refused_with_the_nearest_name() -> None:
         ("distill.evaluation.base:Report", "must name a subclass"),
     ],
 )
-def test_a_class_that_is_no_task_is_refused(target: str, message: str) -> None:
+def test_a_class_that_is_not_a_task_is_an_error(target: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_task(target)
 
@@ -286,7 +286,7 @@ def test_every_kind_in_the_table_is_a_task(kind: str) -> None:
     assert issubclass(load_task(kind), Task)
 
 
-def test_a_task_of_ones_own_runs_beside_the_nine(tmp_path: Path) -> None:
+def test_a_custom_task_class_runs_with_the_nine(tmp_path: Path) -> None:
     write_nine(tmp_path)
     write_pairs(tmp_path, "TextualSimilarity", [1, 2, 3], column="score")
     tasks = nine_tasks(tmp_path, ["stsb", "distill.evaluation.sts:TextualSimilarity"])
@@ -296,20 +296,20 @@ def test_a_task_of_ones_own_runs_beside_the_nine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", ["2", "", "yes", "1.0"])
-def test_a_pair_label_that_is_not_0_or_1_is_named_by_its_line(tmp_path: Path, label: str) -> None:
+def test_a_pair_label_other_than_0_and_1_is_an_error_with_its_line(tmp_path: Path, label: str) -> None:
     write_pairs(tmp_path, "x", [0, 1, label])
     with pytest.raises(EvaluationError, match=rf"x_test\.csv:4: label is '{label}', expected 0 or 1"):
         PairClassification("x", tmp_path).texts()
 
 
 @pytest.mark.parametrize("score", ["", "high", "nan", "inf"])
-def test_a_score_that_is_not_a_number_is_named_by_its_line(tmp_path: Path, score: str) -> None:
+def test_a_score_that_is_not_a_number_is_an_error_with_its_line(tmp_path: Path, score: str) -> None:
     write_pairs(tmp_path, "x", [score, 1, 2], column="score")
     with pytest.raises(EvaluationError, match=rf"x_test\.csv:2: score is '{score}', expected a number"):
         TextualSimilarity("x", tmp_path).texts()
 
 
-def test_a_class_that_is_not_a_number_is_named_by_its_line(tmp_path: Path) -> None:
+def test_a_class_that_is_not_a_number_is_an_error_with_its_line(tmp_path: Path) -> None:
     write_classes(tmp_path, "x")
     (tmp_path / "x_test.csv").write_text('text,label\n"two\nlines",0\nthree,joy\n', encoding="utf-8")
     with pytest.raises(EvaluationError, match=r"x_test\.csv:4: label is 'joy', expected a whole number"):
@@ -326,7 +326,7 @@ def test_a_class_that_is_not_a_number_is_named_by_its_line(tmp_path: Path) -> No
         ("sentence1,sentence2,score\na,b,1\nc,d,1\n", "every score is 1, so nothing can be ranked"),
     ],
 )
-def test_a_malformed_file_is_refused_each_time_it_is_read(tmp_path: Path, content: str, message: str) -> None:
+def test_a_malformed_file_is_an_error_each_time_it_is_read(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "x_test.csv").write_text(content, encoding="utf-8")
     task = TextualSimilarity("x", tmp_path)
     for _ in range(2):
@@ -334,20 +334,20 @@ def test_a_malformed_file_is_refused_each_time_it_is_read(tmp_path: Path, conten
             task.texts()
 
 
-def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_another_encoding_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x_test.csv").write_bytes("sentence1,sentence2,score\ncafé,b,1\n".encode("latin-1"))
     with pytest.raises(EvaluationError, match="UTF-8"):
         TextualSimilarity("x", tmp_path).texts()
 
 
-def test_a_training_file_of_one_class_is_refused(tmp_path: Path) -> None:
+def test_a_training_file_of_one_class_is_an_error(tmp_path: Path) -> None:
     write_classes(tmp_path, "x")
     write_csv(tmp_path / "x_train.csv", ("text", "label"), [("a", 1), ("b", 1)])
     with pytest.raises(EvaluationError, match=r"x_train\.csv: one class only"):
         Classification("x", tmp_path).texts()
 
 
-def test_texts_are_kept_as_they_are_written(tmp_path: Path) -> None:
+def test_texts_are_read_unchanged(tmp_path: Path) -> None:
     texts = ["NA", "null", " padded ", 'a "quoted", word', "two\r\nlines", "é", ""]
     write_csv(
         tmp_path / "x_test.csv",
@@ -357,14 +357,14 @@ def test_texts_are_kept_as_they_are_written(tmp_path: Path) -> None:
     assert TextualSimilarity("x", tmp_path).texts()[: len(texts)] == texts
 
 
-def test_a_byte_order_mark_and_further_columns_are_no_hindrance(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_further_columns_are_ignored(tmp_path: Path) -> None:
     content = "score,id,sentence1,sentence2\n1,x,a,b\n2,y,c,d\n"
     (tmp_path / "x_test.csv").write_text(content, encoding="utf-8-sig")
     assert TextualSimilarity("x", tmp_path).pairs == [("a", "b", 1), ("c", "d", 2)]
 
 
 class BrokenEncoder(CountingEncoder):
-    """NaN or infinity for the texts given."""
+    """NaN or infinity for the given texts."""
 
     def __init__(self, *broken: str) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ class BrokenEncoder(CountingEncoder):
         return vectors
 
 
-def test_vectors_that_are_not_finite_are_refused_naming_tasks_and_counts(tmp_path: Path) -> None:
+def test_vectors_that_are_not_finite_are_an_error_with_tasks_and_counts(tmp_path: Path) -> None:
     write_nine(tmp_path)
     encoder = BrokenEncoder("sick left 3", "sick right 3", "wic left 0")
     with pytest.raises(EvaluationError, match=r"^3 of \d+ texts .*\(by task: wic 1, sick 2\)"):
@@ -394,7 +394,7 @@ class ShapeEncoder:
 
 
 @pytest.mark.parametrize("shapes", [[(3, 4)], [(4,)], [(4, 0)], [(4, 4), (2, 5)]])
-def test_vectors_of_the_wrong_shape_are_refused(
+def test_vectors_of_the_wrong_shape_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: list[tuple[int, ...]]
 ) -> None:
     monkeypatch.setattr(encoders, "CHUNK", 4)
@@ -403,14 +403,14 @@ def test_vectors_of_the_wrong_shape_are_refused(
         Evaluator([TextualSimilarity("x", tmp_path)])(ShapeEncoder(*shapes))
 
 
-def test_no_task_or_two_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_no_task_or_two_with_one_name_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="empty"):
         Evaluator([])
     with pytest.raises(EvaluationError, match="two are called x"):
         Evaluator([TextualSimilarity("x", tmp_path), PairClassification("x", tmp_path)])
 
 
-def test_a_domain_that_no_average_knows_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_domain_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="expected one of in, out, other"):
         TextualSimilarity("x", tmp_path, domain="inside")
 
@@ -427,15 +427,15 @@ class Careless(TextualSimilarity):
         return super().score(vectors) if self.figures is None else self.figures  # type: ignore[arg-type]
 
 
-def test_a_task_that_hides_a_text_is_caught(tmp_path: Path) -> None:
+def test_a_vector_of_an_unlisted_text_is_an_error(tmp_path: Path) -> None:
     write_pairs(tmp_path, "x", [1, 2], column="score")
-    with pytest.raises(EvaluationError, match=r"'x' asks for the vector of a text .* 'x left 0'"):
+    with pytest.raises(EvaluationError, match=r"'x' uses the vector of a text .* 'x left 0'"):
         Evaluator([Careless(tmp_path)])(CountingEncoder())
 
 
 @pytest.mark.parametrize("figures", [{}, {"spearman": math.nan}])
-def test_a_task_without_a_finite_score_is_caught(tmp_path: Path, figures: dict[str, float]) -> None:
-    with pytest.raises(EvaluationError, match="'x' gave no finite spearman"):
+def test_a_score_that_is_not_finite_is_an_error(tmp_path: Path, figures: dict[str, float]) -> None:
+    with pytest.raises(EvaluationError, match="'x': spearman is not finite"):
         Evaluator([Careless(tmp_path, figures)])(CountingEncoder())
 
 
@@ -446,13 +446,13 @@ def rendered(reports: dict[str, Report]) -> list[str]:
     return [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in capture.get().splitlines()]
 
 
-def test_tasks_that_count_in_no_average_leave_none_to_show() -> None:
+def test_the_table_has_no_averages_over_tasks_that_count_in_none() -> None:
     lines = rendered({"model": report_of(cranfield=scored(37.36, "apart"))})
     assert "cranfield spearman 37.4" in lines
     assert not any("average" in line for line in lines)
 
 
-def test_the_table_has_a_row_a_task_and_a_column_a_model() -> None:
+def test_the_table_has_a_row_per_task_and_a_column_per_model() -> None:
     before = report_of(stsb=scored(55.94, "in"), sick=scored(61.06, "out"))
     after = report_of(stsb=scored(80, "in"), sick=scored(70, "out"))
     lines = rendered({"before": before, "after": after})
@@ -464,7 +464,7 @@ def test_the_table_has_a_row_a_task_and_a_column_a_model() -> None:
     assert "* in-domain" in lines
 
 
-def test_the_table_shows_a_gap_as_a_dash_and_says_over_how_many_tasks_each_average_goes() -> None:
+def test_the_table_has_a_dash_for_a_missing_score_and_the_number_of_tasks_of_each_average() -> None:
     lines = rendered(
         {"a": report_of(sick=scored(60, "out")), "b": report_of(sick=scored(50, "out"), x=scored(0, "out"))}
     )
@@ -473,7 +473,7 @@ def test_the_table_shows_a_gap_as_a_dash_and_says_over_how_many_tasks_each_avera
     assert "average in-domain 0 tasks - -" in lines
 
 
-def test_the_table_marks_an_unconverged_probe_and_an_undefined_correlation() -> None:
+def test_the_table_marks_an_unconverged_classifier_and_an_undefined_correlation() -> None:
     report = report_of(
         banking77=scored(60, "out", converged=0),
         sick=scored(0, "out", constant=1),

@@ -31,7 +31,7 @@ TEXTS = [f"text number {i}" for i in range(40)]
 
 
 class Near(CountingEncoder):
-    """The vectors of another encoder, turned and moved by a text's own noise."""
+    """The vectors of another encoder, rotated and with noise per text."""
 
     def __init__(self, noise: float, width: int = 8) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ def roles(model: CountingEncoder, teacher: CountingEncoder) -> Mapping[str, Coun
     return {TEXT: model, TEACHER: teacher}
 
 
-def test_both_tasks_ask_each_model_for_each_text_of_one_sample_once_and_count_in_no_average(tmp_path: Path) -> None:
+def test_both_tasks_share_a_sample_that_each_model_encodes_once_and_count_in_no_average(tmp_path: Path) -> None:
     tasks = label_free_tasks(write_corpus(tmp_path), sample=20)
     model, teacher = Near(0.1), CountingEncoder()
     report = Evaluator(tasks)(roles(model, teacher))
     assert list(report.tasks) == ["agreement", "approximation"]
-    assert len(model.asked) == len(set(model.asked)) == 20
-    assert sorted(model.asked) == sorted(teacher.asked)
+    assert len(model.encoded) == len(set(model.encoded)) == 20
+    assert sorted(model.encoded) == sorted(teacher.encoded)
     assert [average.tasks for average in report.averages.values()] == [0, 0, 0]
 
 
@@ -74,7 +74,7 @@ def test_agreement_is_the_rank_correlation_of_all_pairs_of_cosines(tmp_path: Pat
     assert score.extra["texts"] == 40
 
 
-def test_the_error_of_a_text_is_the_distance_of_unit_vectors(tmp_path: Path) -> None:
+def test_errors_are_distances_of_unit_vectors(tmp_path: Path) -> None:
     task = Approximation("approximation", tmp_path, files={"file": write_corpus(tmp_path)})
     score = Evaluator([task])(roles(Near(0.3), CountingEncoder())).tasks["approximation"]
     own, teachers = (
@@ -95,7 +95,7 @@ def test_the_error_of_a_text_is_the_distance_of_unit_vectors(tmp_path: Path) -> 
     assert shown == {"text": TEXTS[order[-1]], "value": score.examples["worst"][0].value}
 
 
-def test_a_model_that_is_its_teacher_agrees_and_errs_nowhere(tmp_path: Path) -> None:
+def test_a_model_that_is_its_teacher_has_full_agreement_and_no_error(tmp_path: Path) -> None:
     tasks = label_free_tasks(write_corpus(tmp_path))
     report = Evaluator(tasks)(roles(Near(0.0), CountingEncoder()))
     assert report.tasks["agreement"].score == pytest.approx(100)
@@ -104,17 +104,17 @@ def test_a_model_that_is_its_teacher_agrees_and_errs_nowhere(tmp_path: Path) -> 
     assert report.tasks["approximation"].extra["error_max"] == pytest.approx(0, abs=1e-3)
 
 
-def test_approximation_of_a_model_of_another_width_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_approximation_of_a_model_of_another_width_is_an_error(tmp_path: Path) -> None:
     task = Approximation("approximation", tmp_path, files={"file": write_corpus(tmp_path)})
-    with pytest.raises(EvaluationError, match="6 numbers and the teacher's 8, so it is not in the teacher's space"):
+    with pytest.raises(EvaluationError, match="6 dimensions and the teacher's 8, so it is not in the teacher's space"):
         Evaluator([task])(roles(Near(0.1, width=6), CountingEncoder()))
 
 
-def test_where_it_came_by_default_it_is_left_out_with_a_note(tmp_path: Path) -> None:
+def test_optional_approximation_is_skipped_and_announced(tmp_path: Path) -> None:
     said: list[str] = []
     tasks = without_approximation(label_free_tasks(write_corpus(tmp_path)), "its space is another", said.append)
     assert [task.name for task in tasks] == ["agreement"]
-    assert said == ["approximation is left out: its space is another"]
+    assert said == ["approximation is skipped: its space is another"]
     named = Approximation("mine", tmp_path, files={"file": write_corpus(tmp_path)})
     with pytest.raises(EvaluationError, match="task 'mine': its space is another"):
         without_approximation([named], "its space is another", said.append)
@@ -127,7 +127,7 @@ def test_a_corpus_of_json_lines_is_read_by_its_key(tmp_path: Path) -> None:
         assert sorted(task.texts()) == sorted(TEXTS)
 
 
-def test_a_task_file_names_them_like_any_other_kind(tmp_path: Path) -> None:
+def test_a_task_file_may_have_label_free_tasks(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     (tmp_path / "tasks.yaml").write_text("own: {kind: approximation, file: corpus.txt}\n")
     (task,) = read_task_file(tmp_path / "tasks.yaml")
@@ -136,14 +136,14 @@ def test_a_task_file_names_them_like_any_other_kind(tmp_path: Path) -> None:
     assert sorted(task.texts()) == sorted(TEXTS)
 
 
-def test_a_corpus_that_is_not_there_or_holds_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_empty_corpus_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"absent\.txt"):
         label_free_tasks(tmp_path / "absent.txt")
     with pytest.raises(CorpusError, match="no texts"):
         label_free_tasks(write_corpus(tmp_path, ["", " "]))[0].texts()
 
 
-def test_another_order_and_duplicates_change_no_sample_and_another_seed_does() -> None:
+def test_the_sample_depends_on_the_seed_and_not_on_order_and_duplicates() -> None:
     found = sample_texts(TEXTS, 10, seed=1)
     assert found == sample_texts([*reversed(TEXTS), *TEXTS[:15]], 10, seed=1)
     assert set(found) < set(TEXTS)
@@ -151,14 +151,14 @@ def test_another_order_and_duplicates_change_no_sample_and_another_seed_does() -
 
 
 @given(st.lists(st.text(max_size=3), max_size=30), st.integers(1, 12))
-def test_a_sample_is_of_distinct_texts_as_many_as_there_are(texts: list[str], count: int) -> None:
+def test_a_sample_has_distinct_texts_and_at_most_all(texts: list[str], count: int) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text in texts]
     found = sample_texts(texts, count, seed=0)
     assert len(found) == len(set(found)) == min(count, len(set(texts)))
     assert set(found) <= set(texts)
 
 
-def test_each_text_is_as_likely_as_another() -> None:
+def test_all_texts_are_equally_likely() -> None:
     drawn = [text for seed in range(300) for text in sample_texts(TEXTS, 10, seed)]
     counts = np.array([drawn.count(text) for text in TEXTS])
     # Binomial with 300 draws of probability 1/4: five standard deviations are 37.5.
@@ -184,7 +184,7 @@ def test_the_command_compares_a_model_with_its_teacher_and_shows_the_texts(tmp_p
 def test_the_command_needs_a_teacher_for_texts(tmp_path: Path) -> None:
     refused = CliRunner().invoke(main, ["eval", "toy", "--dtype", "fp32", "--texts", str(write_corpus(tmp_path))])
     assert refused.exit_code == 1
-    assert "--teacher" in refused.output
+    assert "`teacher`" in refused.output or "--teacher" in refused.output
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -196,5 +196,5 @@ def test_a_model_of_another_width_than_its_teacher_has_no_approximation(
     given = ["--tasks-file", str(tmp_path / "tasks.yaml")] if by_name else ["--texts", str(corpus)]
     done = CliRunner().invoke(main, ["eval", str(tiny_student), *given, "--teacher", "toy", "--dtype", "fp32"])
     assert done.exit_code == by_name
-    assert ("own" if by_name else "approximation is left out") in done.stderr
-    assert "vectors of 16 numbers" in done.stderr
+    assert ("own" if by_name else "approximation is skipped") in done.stderr
+    assert "vectors of 16 dimensions" in done.stderr

@@ -1,4 +1,4 @@
-"""The picture of the layers: likeness of layers, to the teacher, and what training moved."""
+"""The picture of the layers: similarity of layers, to the teacher, and what training moved."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill.analyses.layers import Layers, centred_cosines, compare_layers, likeness, shown_rows
+from distill.analyses.layers import Layers, centered_cosines, cka, compare_layers, sample_rows
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
 from distill.runs.run import run
@@ -40,13 +40,13 @@ def test_likeness_is_cka_with_the_unbiased_hsic_of_the_cosines() -> None:
     first, second = states(1)[0], states(1, dims=7, seed=1)[0]
     a, b = cosines(first), cosines(second)
     expected = unbiased_hsic(a, b) / np.sqrt(unbiased_hsic(a, a) * unbiased_hsic(b, b))
-    found = likeness(centred_cosines(first)[None], centred_cosines(second)[None])
+    found = cka(centered_cosines(first)[None], centered_cosines(second)[None])
     assert found.shape == (1, 1)
     assert found[0, 0] == pytest.approx(expected, abs=1e-12)
 
 
 def test_centred_cosines_sum_to_nothing_and_have_no_diagonal() -> None:
-    centred = centred_cosines(states(1)[0])
+    centred = centered_cosines(states(1)[0])
     assert np.abs(centred.sum(0)).max() < 1e-12
     assert np.abs(np.diag(centred)).max() == 0
     assert np.allclose(centred, centred.T)
@@ -56,15 +56,15 @@ def test_likeness_does_not_see_rotation_and_scale() -> None:
     layer = states(1)[0]
     rotation = np.linalg.qr(RANDOM.normal(size=(5, 5)))[0]
     lengths = RANDOM.uniform(0.5, 2, size=(12, 1))
-    found = likeness(centred_cosines(layer)[None], centred_cosines(lengths * layer @ rotation)[None])
+    found = cka(centered_cosines(layer)[None], centered_cosines(lengths * layer @ rotation)[None])
     assert found[0, 0] == pytest.approx(1)
 
 
 def test_unrelated_states_are_unlike_however_few_the_texts() -> None:
     """Where the plain form of CKA finds them alike: 20 texts in 400 dimensions."""
     found = [
-        likeness(
-            centred_cosines(RANDOM.normal(size=(20, 400)))[None], centred_cosines(RANDOM.normal(size=(20, 400)))[None]
+        cka(
+            centered_cosines(RANDOM.normal(size=(20, 400)))[None], centered_cosines(RANDOM.normal(size=(20, 400)))[None]
         )
         for _ in range(50)
     ]
@@ -76,7 +76,7 @@ def test_the_common_direction_of_a_layer_does_not_make_it_like_another() -> None
     first, second = (RANDOM.normal(size=(200, 30)) + common for _ in range(2))
     plain = np.vdot(cosines(first), cosines(second)) / np.linalg.norm(cosines(first)) / np.linalg.norm(cosines(second))
     assert plain > 0.99
-    assert abs(likeness(centred_cosines(first)[None], centred_cosines(second)[None])[0, 0]) < 0.1
+    assert abs(cka(centered_cosines(first)[None], centered_cosines(second)[None])[0, 0]) < 0.1
 
 
 def test_a_student_that_did_not_move_has_no_drift() -> None:
@@ -147,11 +147,11 @@ def test_of_a_run_the_student_before_and_after_training_is_compared_on_held_out_
     torch.manual_seed(7)
     with TrainedRun.open(tmp_path / "run") as trained:
         result = Layers(texts=30)(trained)
-        rows, held_out = shown_rows(trained, 30)
+        rows, held_out = sample_rows(trained, 30)
         assert held_out
         assert set(rows) <= set(trained.held_out_rows())
         texts = trained.cache.texts(rows)
-        before, after = trained.starting().student.encode(texts), trained.load().student.encode(texts)
+        before, after = trained.initial().student.encode(texts), trained.load().student.encode(texts)
         teacher = trained.space.gather(rows)
         again = Layers(texts=30)(trained)
     assert result == again

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.spatial.distance import cdist
 
-from distill.analyses.map import Map, distances, padded, procrustes, project, turned
+from distill.analyses.map import Map, distances, pad, procrustes, project, rotate
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
 from distill.runs.run import run
@@ -25,7 +25,7 @@ def test_a_rotated_teacher_is_turned_back_onto_itself() -> None:
     student = teacher @ np.linalg.qr(RANDOM.normal(size=(6, 6)))[0]
     rotation = procrustes(student, teacher)
     assert np.allclose(rotation @ rotation.T, np.eye(6))
-    assert np.allclose(turned(student, rotation), teacher)
+    assert np.allclose(rotate(student, rotation), teacher)
 
 
 def test_the_rotation_is_the_polar_factor_of_the_products() -> None:
@@ -39,9 +39,9 @@ def test_the_narrower_vectors_are_padded_and_no_cosine_changes(mine: int, theirs
     student, teacher = units(30, mine), units(30, theirs)
     rotation = procrustes(student, teacher)
     assert rotation.shape == (9, 9)
-    there = turned(student, rotation)
+    there = rotate(student, rotation)
     assert np.allclose(there @ there.T, student @ student.T)
-    wide = padded(teacher, 9)
+    wide = pad(teacher, 9)
     assert wide.shape == (30, 9)
     assert np.allclose(wide @ wide.T, teacher @ teacher.T)
 
@@ -131,10 +131,10 @@ def test_a_student_of_another_space_is_rotated_by_other_texts_than_those_drawn(f
         sides = [student.encode(trained.cache.texts(rows)), trained.space.gather(rows)]
         rotation = procrustes(*(side / np.linalg.norm(side, axis=1, keepdims=True) for side in sides))
         own = student.encode(result["texts"])
-        there = turned(own / np.linalg.norm(own, axis=1, keepdims=True), rotation)
-        teacher = padded(trained.space.gather(trained.cache.lookup(result["texts"])), len(rotation))
+        there = rotate(own / np.linalg.norm(own, axis=1, keepdims=True), rotation)
+        teacher = pad(trained.space.gather(trained.cache.lookup(result["texts"])), len(rotation))
     assert result["fitted_on"] == 100
-    # A few directions in which the tiny models agree on next to nothing are turned by rounding errors.
+    # A few directions in which the tiny models agree on next to nothing are rotate by rounding errors.
     assert result["same"] == pytest.approx(np.linalg.norm(there - teacher, axis=1).mean(), abs=1e-3)
     assert "a rotation fitted to 100 other texts" in Map.conclusion(result)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.analyses.base import analyze
-from distill.analyses.margin import Margin, approximation_error, early, margin_of
+from distill.analyses.margin import Margin, approximation_error, fit_margin, in_skipped_epochs
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError, NeedsNotMet
 from distill.evaluation.sts import spearman
@@ -34,14 +34,14 @@ def points(*pairs: tuple[float, float], left_out: tuple[tuple[float, float], ...
 
 
 def test_the_margin_is_the_error_at_which_the_line_reaches_the_teacher() -> None:
-    found = margin_of(points((1.0, 10), (0.8, 30), (0.6, 50)), teacher_score=70)
+    found = fit_margin(points((1.0, 10), (0.8, 30), (0.6, 50)), teacher_score=70)
     assert found["fit"] == pytest.approx({"slope": -100, "intercept": 110, "r2": 1})
     assert found["margin"] == pytest.approx(0.4)
 
 
 def test_points_of_a_first_epoch_are_shown_and_not_fitted() -> None:
     outlier = (1.3, 90.0)
-    found = margin_of(points(outlier, (1.0, 10), (0.8, 30), (0.6, 50), left_out=(outlier,)), teacher_score=70)
+    found = fit_margin(points(outlier, (1.0, 10), (0.8, 30), (0.6, 50), left_out=(outlier,)), teacher_score=70)
     assert found["margin"] == pytest.approx(0.4)
     assert len(found["points"]) == 4
 
@@ -51,7 +51,7 @@ def test_the_line_is_that_of_least_squares(pairs: list[tuple[float, float]], tea
     errors, scores = np.array(pairs).T
     if np.ptp(errors) < 0.01:
         return
-    found = margin_of(points(*pairs), teacher)
+    found = fit_margin(points(*pairs), teacher)
     slope, intercept = np.polyfit(errors, scores, 1)
     assert found["fit"]["slope"] == pytest.approx(slope, rel=1e-4, abs=1e-3)
     assert found["fit"]["intercept"] == pytest.approx(intercept, rel=1e-4, abs=1e-3)
@@ -72,7 +72,7 @@ def test_the_line_is_that_of_least_squares(pairs: list[tuple[float, float]], tea
 def test_without_a_falling_line_there_is_no_margin_but_a_reason(
     pairs: tuple[tuple[float, float], ...], reason: str, has_line: bool
 ) -> None:
-    found = margin_of(points(*pairs), teacher_score=70)
+    found = fit_margin(points(*pairs), teacher_score=70)
     assert found["margin"] is None
     assert reason in found["reason"]
     assert (found["fit"] is not None) == has_line
@@ -82,13 +82,13 @@ def test_without_a_falling_line_there_is_no_margin_but_a_reason(
 
 
 def test_a_line_that_stays_below_the_teacher_is_said_to_leave_no_margin() -> None:
-    found = margin_of(points((1.0, 10), (0.8, 30), (0.6, 50)), teacher_score=120)
+    found = fit_margin(points((1.0, 10), (0.8, 30), (0.6, 50)), teacher_score=120)
     assert found["margin"] == pytest.approx(-0.1)
     assert "even at no error" in Margin.conclusion(found | NAMED)
 
 
 def test_the_conclusion_names_the_cost_of_error_the_margin_and_where_the_student_stands() -> None:
-    found = margin_of(points((1.0, 10), (0.8, 30), (0.6, 50)), teacher_score=70)
+    found = fit_margin(points((1.0, 10), (0.8, 30), (0.6, 50)), teacher_score=70)
     told = Margin.conclusion(found | NAMED)
     for figure in ("3 checkpoints", "1.00 spearman on stsb", "r2 1.00", "70.00", "0.400", "step 9", "0.600", "50.00"):
         assert figure in told
@@ -105,7 +105,7 @@ def test_the_error_is_the_distance_of_unit_vectors() -> None:
 
 def test_the_first_epoch_of_every_cycle_is_known() -> None:
     def first(steps: int, **options: Any) -> list[int]:
-        return [step for step in range(1, steps + 1) if early(step, steps, 2, **options)]
+        return [step for step in range(1, steps + 1) if in_skipped_epochs(step, steps, 2, **options)]
 
     assert first(6) == [1, 2]
     assert first(12, cycles=3) == [1, 2, 5, 6, 9, 10]

@@ -1,4 +1,4 @@
-"""MTEB's tasks: what mteb.evaluate says of a model is what the libraries say of its vectors."""
+"""MTEB tasks: scores equal those computed from the model's vectors."""
 
 import json
 import shutil
@@ -79,7 +79,7 @@ class LostSTS(SmallSTS):
 
 
 class Prompted:
-    """Vectors of the prompt and the text, and what was asked under each prompt."""
+    """Vectors of prompt and text, and the texts encoded with each prompt."""
 
     def __init__(self) -> None:
         self.asked: dict[str, list[str]] = {}
@@ -101,7 +101,7 @@ class OnePrompt:
 TOY = TeacherOptions(model="toy", dtype="float32")
 
 
-def test_a_similarity_task_scores_as_scipy_does_on_the_models_vectors() -> None:
+def test_the_score_of_an_sts_task_equals_scipys() -> None:
     score = run_mteb(TOY, ["tests.distill.test_mteb:SmallSTS"], encoder_of=Prompted())["SmallSTS"]
     cosines = cosine(text_vectors(TEXTS[:20]), text_vectors(TEXTS[20:]))
     assert score.metric == "cosine_spearman"
@@ -109,7 +109,7 @@ def test_a_similarity_task_scores_as_scipy_does_on_the_models_vectors() -> None:
     assert score.domain == "apart"
 
 
-def test_queries_and_documents_are_asked_with_their_own_prompts() -> None:
+def test_queries_and_documents_are_encoded_with_their_own_prompts() -> None:
     encoders = Prompted()
     scores = run_mteb(
         TOY, ["tests.distill.test_mteb:SmallRetrieval"], query_prompt="q: ", document_prompt="d: ", encoder_of=encoders
@@ -123,7 +123,7 @@ def test_queries_and_documents_are_asked_with_their_own_prompts() -> None:
     assert scores["SmallRetrieval"].score == pytest.approx(100 * np.mean(gains), abs=1e-3)
 
 
-def test_the_model_itself_is_asked_through_the_back_end_of_teachers() -> None:
+def test_models_are_loaded_through_the_teacher_backends() -> None:
     from teacher_cache.teachers import load_teacher, resolve
 
     score = run_mteb(TOY, ["tests.distill.test_mteb:SmallSTS"])["SmallSTS"].score
@@ -157,21 +157,21 @@ def prompted_model(tiny_student: Path, tmp_path: Path) -> TeacherOptions:
         (SmallSTS, PromptType.query, "same: "),
     ],
 )
-def test_the_prompt_is_the_models_own_for_the_task_before_its_type_before_the_side(
+def test_the_prompt_of_the_task_precedes_that_of_its_type_and_of_the_side(
     prompted_model: TeacherOptions, task: Any, side: PromptType | None, prompt: str
 ) -> None:
-    assert MtebEncoder(prompted_model).asked_for(task.metadata, side).prompt == prompt
+    assert MtebEncoder(prompted_model).options_for(task.metadata, side).prompt == prompt
 
 
-def test_a_prompt_that_the_user_names_counts_for_every_task(prompted_model: TeacherOptions) -> None:
+def test_a_given_prompt_is_used_for_every_task(prompted_model: TeacherOptions) -> None:
     from dataclasses import replace
 
     encoder = MtebEncoder(replace(prompted_model, prompt="mine: "))
-    assert encoder.asked_for(SmallSTS.metadata, None).prompt == "mine: "
-    assert encoder.asked_for(SmallRetrieval.metadata, PromptType.query).prompt == "mine: "
+    assert encoder.options_for(SmallSTS.metadata, None).prompt == "mine: "
+    assert encoder.options_for(SmallRetrieval.metadata, PromptType.query).prompt == "mine: "
 
 
-def test_it_is_an_encoder_to_mteb() -> None:
+def test_mteb_accepts_it_as_an_encoder() -> None:
     from mteb.models import EncoderProtocol
 
     assert isinstance(MtebEncoder(TOY), EncoderProtocol)
@@ -186,30 +186,30 @@ def test_it_is_an_encoder_to_mteb() -> None:
         ("tests.distill.test_mteb:LostSTS", "the data of LostSTS cannot be loaded: no way to the data"),
     ],
 )
-def test_a_task_that_cannot_be_run_is_refused_by_name(name: str, message: str) -> None:
+def test_a_task_that_cannot_be_run_is_an_error_with_its_name(name: str, message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         run_mteb(TOY, [name], encoder_of=Prompted())
 
 
-def test_images_are_refused() -> None:
+def test_images_are_an_error() -> None:
     with pytest.raises(EvaluationError, match="SmallSTS has image and no texts"):
         MtebEncoder(TOY).encode([{"image": [0]}], task_metadata=SmallSTS.metadata, hf_split="test", hf_subset="default")
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mteb_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mteb", None)
     with pytest.raises(MissingDependency, match=r"teacher-cache\[mteb\]"):
         run_mteb(TOY, ["STS12"])
 
 
-def test_no_result_is_left_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_result_is_written_to_the_users_mteb_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MTEB_CACHE", str(tmp_path / "results"))
     run_mteb(TOY, ["tests.distill.test_mteb:SmallSTS"], encoder_of=Prompted())
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_the_command_runs_it_beside_other_tasks_and_keeps_the_models_vectors(tmp_path: Path) -> None:
+def test_the_command_runs_mteb_with_other_tasks_and_caches_the_vectors(tmp_path: Path) -> None:
     (tmp_path / "faq.csv").write_text("sentence1,sentence2,score\na cat,the cat,4\na cat,a train,1\na dog,a sea,2\n")
     (tmp_path / "tasks.yaml").write_text("faq: {kind: sts, file: faq.csv}\n")
     task, cache = "tests.distill.test_mteb:SmallSTS", str(tmp_path / "cache")
@@ -237,11 +237,11 @@ def test_the_command_runs_it_beside_other_tasks_and_keeps_the_models_vectors(tmp
     assert records[0]["SmallSTS"]["score"] == pytest.approx(run_mteb(TOY, [task])["SmallSTS"].score, abs=1e-3)
 
 
-# mteb's own wrapper speaks to both libraries in their older ways.
+# mteb's own wrapper uses deprecated interfaces of both libraries.
 @pytest.mark.filterwarnings("ignore:The fill_missing parameter:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*get_sentence_embedding_dimension:FutureWarning")
 @pytest.mark.parametrize("task", [SmallSTS, SmallRetrieval])
-def test_a_real_model_scores_as_mteb_scores_it_through_sentence_transformers(minilm: Path, task: Any) -> None:
+def test_a_real_model_scores_as_with_mteb_and_sentence_transformers(minilm: Path, task: Any) -> None:
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(minilm), device="cpu")

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from cli.analyses import report as report_command
 from distill.errors import ConfigError, RunFolderError
 from distill.report.data import ReportData, report_data
-from distill.report.drawing import COLOURS, INK, number, spread_widely
+from distill.report.drawing import COLORS, INK, needs_log_scale, number
 from distill.report.html import html as report_page
 from distill.report.html import write_report
 from distill.report.plots import plots
@@ -243,7 +243,7 @@ def test_every_term_has_a_panel_with_its_figures_in_words(reported: Reported) ->
 
 def test_plots_take_the_page_s_colours_and_keep_their_text(reported: Reported) -> None:
     body = reported.text[reported.text.index("<body>") :]
-    assert not [colour for colour in (*COLOURS, INK) if colour in body]
+    assert not [color for color in (*COLORS, INK) if color in body]
     assert "var(--mark-0)" in body
     assert ">optimiser step</text>" in body
     assert "prefers-color-scheme: dark" in reported.text
@@ -530,10 +530,10 @@ def test_numbers_are_short(value: float, expected: str) -> None:
 
 
 def test_an_axis_is_logarithmic_where_a_small_value_would_vanish() -> None:
-    assert spread_widely([1.0, 0.01])
-    assert not spread_widely([1.0, 0.5])
-    assert not spread_widely([1.0, 0.0])
-    assert not spread_widely([])
+    assert needs_log_scale([1.0, 0.01])
+    assert not needs_log_scale([1.0, 0.5])
+    assert not needs_log_scale([1.0, 0.0])
+    assert not needs_log_scale([])
 
 
 @pytest.mark.slow

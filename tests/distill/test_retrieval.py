@@ -1,4 +1,4 @@
-"""Retrieval: what is read, what is ranked, and the figures against trec_eval."""
+"""Retrieval: reading, ranking, and the metrics against trec_eval."""
 
 import json
 from collections.abc import Sequence
@@ -57,14 +57,14 @@ class TestContract(TaskContract):
     def task(self, folder: Path) -> Task:
         return Retrieval("small", folder)
 
-    def test_a_missing_column_is_named_with_those_found(self, written: Task) -> None:
+    def test_a_missing_column_is_an_error_with_those_found(self, written: Task) -> None:
         (written.folder / "corpus.jsonl").write_text('{"alpha": "1", "beta": "2"}\n', encoding="utf-8")
         with pytest.raises(EvaluationError, match=r"corpus\.jsonl:1: text is absent, found: alpha, beta"):
             written.texts()
 
 
 def placed(cosines: dict[str, dict[str, float]]) -> Any:
-    """Vectors of unit length in which queries and documents, by text, have these cosines."""
+    """Unit vectors with these cosines between queries and documents, by text."""
     documents = list(next(iter(cosines.values())))
     axes = {text: np.eye(len(documents))[place] for place, text in enumerate(documents)}
 
@@ -104,7 +104,7 @@ def test_queries_without_a_relevant_document_are_left_out(tmp_path: Path) -> Non
     assert task.score(text_vectors)["queries"] == 2
 
 
-def test_the_figures_are_those_computed_by_hand(tmp_path: Path) -> None:
+def test_metrics_by_hand(tmp_path: Path) -> None:
     vectors = placed(
         {
             "who sits": by_text(d5=0.5, d1=0.4, d2=0.3, d3=0.2),  # grades 0, 2, 0, 1
@@ -125,7 +125,7 @@ def test_dcg_discounts_by_the_logarithm_of_the_rank() -> None:
     assert dcg([]) == 0
 
 
-def test_equal_cosines_stand_with_the_greater_id_first(tmp_path: Path) -> None:
+def test_equal_cosines_are_ranked_by_descending_id(tmp_path: Path) -> None:
     documents = [{"_id": name, "text": "the same"} for name in ("10", "9", "b", "a", "é")]
     task = Retrieval("small", write(tmp_path, documents, QUERIES[:1], ["q1\t9\t1"]))
     assert task.ranking(text_vectors) == [["é", "b", "a", "9", "10"]]
@@ -137,7 +137,7 @@ def test_it_agrees_with_trec_eval(tmp_path: Path, seed: int, monkeypatch: pytest
     monkeypatch.setattr(retrieval, "DOCUMENTS_AT_A_TIME", 37)
     monkeypatch.setattr(retrieval, "QUERIES_AT_A_TIME", 4)
     random = np.random.default_rng(seed)
-    # Few words, so that many documents are the same text and tie.
+    # Few words, so that many documents have the same text and tie.
     documents = [{"_id": f"d{n}", "text": f"text {random.integers(60)}"} for n in range(300)]
     queries = [{"_id": f"q{n}", "text": f"query {n}"} for n in range(9)]
     judged = {
@@ -158,7 +158,7 @@ def test_it_agrees_with_trec_eval(tmp_path: Path, seed: int, monkeypatch: pytest
     run = {
         q["_id"]: {d["_id"]: round(float(units[q["text"]] @ units[d["text"]]), 6) for d in documents} for q in queries
     }
-    # recip_rank has no cut of its own: the first ten are what trec_eval would be given.
+    # recip_rank has no cutoff: it gets the first ten.
     first = {
         query: dict(sorted(row.items(), key=lambda item: (item[1], item[0]), reverse=True)[:10])
         for query, row in run.items()
@@ -189,7 +189,7 @@ def test_chunks_do_not_change_the_ranking(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @given(order=st.permutations(range(12)), grades=st.lists(st.integers(0, 3), min_size=12, max_size=12))
-def test_the_order_of_the_files_changes_nothing(
+def test_metrics_do_not_depend_on_the_order_of_the_files(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], grades: list[int]
 ) -> None:
     documents = [{"_id": f"d{n}", "text": f"text {n // 2}"} for n in range(12)]
@@ -203,57 +203,57 @@ def test_the_order_of_the_files_changes_nothing(
     assert figures["recall_at_100"] == 100
 
 
-def test_each_mode_takes_its_vectors_from_its_own_encoders(tmp_path: Path) -> None:
+def test_each_mode_uses_its_own_encoders(tmp_path: Path) -> None:
     student, teacher = CountingEncoder(), CountingEncoder()
     tasks = retrieval_tasks(write(tmp_path / "small"), ["student", "asymmetric", "teacher"])
     assert [task.name for task in tasks] == ["small", "small (asymmetric)", "small (teacher)"]
     assert {task.domain for task in tasks} == {"apart"}
     roles = {QUERY: student, DOCUMENT: student, TEACHER_QUERY: teacher, TEACHER_DOCUMENT: teacher}
     Evaluator(tasks[1:2])(roles)
-    assert (set(student.asked), set(teacher.asked)) == ({"who sits", "who ran"}, set(NAMES.values()))
+    assert (set(student.encoded), set(teacher.encoded)) == ({"who sits", "who ran"}, set(NAMES.values()))
     report = Evaluator(tasks)(roles)
     assert report.texts == 6
     assert report.averages["all"].tasks == 0
     scores = {task.score for task in report.tasks.values()}
-    assert len(scores) == 1  # one vector a text, whoever gave it
+    assert len(scores) == 1  # both encoders have the same vectors
 
 
-def test_judgements_are_read_with_a_header_or_without_and_from_a_split(tmp_path: Path) -> None:
-    with_header = Retrieval("small", write(tmp_path / "a")).collection.judgements
-    without = Retrieval("small", write(tmp_path / "b", qrels=QRELS)).collection.judgements
+def test_judgments_are_read_with_a_header_or_without_and_from_a_split(tmp_path: Path) -> None:
+    with_header = Retrieval("small", write(tmp_path / "a")).collection.judgments
+    without = Retrieval("small", write(tmp_path / "b", qrels=QRELS)).collection.judgments
     assert with_header == without
     assert with_header["q2"] == {"d2": 1, "gone": 3}
     folder = write(tmp_path / "c")
     (folder / "qrels").mkdir()
     (folder / "qrels.tsv").rename(folder / "qrels" / "test.tsv")
-    assert Retrieval("small", folder).collection.judgements == with_header
+    assert Retrieval("small", folder).collection.judgments == with_header
     (folder / "qrels" / "dev.tsv").write_text("q1\td1\t1\n")
-    assert Retrieval("small", folder, split="dev").collection.judgements == {"q1": {"d1": 1}}
-    # One file is the test split: it is never scored in another's name.
+    assert Retrieval("small", folder, split="dev").collection.judgments == {"q1": {"d1": 1}}
+    # A single file is the test split and no other.
     assert Retrieval("small", tmp_path / "a", split="dev").files()[-1].name == "dev.tsv"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"documents": [*DOCUMENTS, DOCUMENTS[0]]}, r"corpus\.jsonl:6: the id 'd1' stands here a second time"),
+        ({"documents": [*DOCUMENTS, DOCUMENTS[0]]}, r"corpus\.jsonl:6: duplicate id 'd1'"),
         ({"documents": [{"_id": "d1", "text": None}]}, r"corpus\.jsonl:1: text is null; expected a text"),
         ({"documents": [{"_id": 1, "text": "a"}]}, r"corpus\.jsonl:1: _id is 1; expected a text"),
         ({"documents": [{"_id": "d1", "text": ""}]}, r"corpus\.jsonl: no document with a text"),
         ({"queries": [*QUERIES, {"_id": "q5", "text": " "}]}, r"queries\.jsonl:5: the query is empty"),
-        ({"queries": QUERIES[1:]}, r"qrels\.tsv judges 1 queries that .*queries\.jsonl lacks, such as 'q1'"),
-        ({"qrels": ["q1\td1\t0"]}, "finds no document relevant"),
+        ({"queries": QUERIES[1:]}, r"qrels\.tsv judges 1 queries that are not in .*queries\.jsonl, such as 'q1'"),
+        ({"qrels": ["q1\td1\t0"]}, "has no relevant document"),
         ({"qrels": [HEADER, "q1\td1\thigh"]}, r"qrels\.tsv:2: the grade is 'high', expected a whole number"),
-        ({"qrels": ["q1 0 d1 1"]}, r"qrels\.tsv:1: 1 cells between tabs, expected 3"),
-        ({"qrels": ["q1\td1\t1", "q1\td1\t2"]}, r"qrels\.tsv:2: query 'q1' gives document 'd1' 2, and 1 before"),
+        ({"qrels": ["q1 0 d1 1"]}, r"qrels\.tsv:1: 1 tab-separated cells, expected 3"),
+        ({"qrels": ["q1\td1\t1", "q1\td1\t2"]}, r"qrels\.tsv:2: query 'q1' has document 'd1' with grade 2, before 1"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, change: Any, message: str) -> None:
+def test_a_malformed_file_is_an_error_with_its_line(tmp_path: Path, change: Any, message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         Retrieval("small", write(tmp_path, **change)).texts()
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_json_is_an_error_with_its_number(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "corpus.jsonl").write_text('{"_id": "d1", "text": "a"}\n[1]\n')
     with pytest.raises(EvaluationError, match=r"corpus\.jsonl:2: a JSON list, expected an object"):
@@ -263,27 +263,27 @@ def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
         Retrieval("small", tmp_path).texts()
 
 
-def test_a_folder_that_is_none_lists_what_it_lacks(tmp_path: Path) -> None:
+def test_a_folder_without_the_files_is_an_error_that_lists_them(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"missing corpus\.jsonl, queries\.jsonl, qrels\.tsv; expected BEIR's"):
         retrieval_tasks(tmp_path)
 
 
-def test_an_unknown_mode_is_refused_with_those_known(tmp_path: Path) -> None:
+def test_an_unknown_mode_is_an_error_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="'asymetric': did you mean 'asymmetric'"):
         retrieval_tasks(write(tmp_path), ["asymetric"])
 
 
-def test_queries_and_documents_of_different_widths_are_refused(tmp_path: Path) -> None:
+def test_queries_and_documents_of_different_widths_are_an_error(tmp_path: Path) -> None:
     def vectors(texts: Sequence[str], role: str = TEXT) -> npt.NDArray[np.float32]:
         return np.ones((len(texts), 4 if role == QUERY else 6), dtype=np.float32)
 
     task = Retrieval("small", write(tmp_path), mode="asymmetric")
     assert task.roles == (QUERY, TEACHER_DOCUMENT)
-    with pytest.raises(EvaluationError, match="queries have 4 numbers, documents 6"):
+    with pytest.raises(EvaluationError, match="queries have 4 dimensions, documents 6"):
         task.score(vectors)
 
 
-def test_a_query_that_is_a_document_does_not_find_itself_and_an_id_alone_is_nothing(tmp_path: Path) -> None:
+def test_a_query_that_is_a_document_does_not_retrieve_itself_unless_only_the_id_is_equal(tmp_path: Path) -> None:
     documents = [
         {"_id": "1", "title": "On war", "text": "war is bad"},
         {"_id": "2", "text": "war is old"},

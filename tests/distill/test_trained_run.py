@@ -61,7 +61,7 @@ def test_the_start_is_the_student_before_training_with_the_projections_that_the_
     run(tiny_config(toy_cache, tiny_student, tmp_path / "still", *once))
     stored = load_file(tmp_path / "still" / "checkpoint-1" / "model.safetensors")
     with TrainedRun.open(finished) as trained:
-        began = weights(trained.starting())
+        began = weights(trained.initial())
     assert all(torch.equal(began[name], stored[name]) for name in stored)
 
 
@@ -87,7 +87,7 @@ def test_looking_into_a_run_leaves_the_random_numbers_alone(finished: Path) -> N
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with TrainedRun.open(finished) as trained:
-        trained.starting()
+        trained.initial()
         trained.load()
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -108,7 +108,7 @@ def test_a_run_that_exported_its_projection_is_looked_into(tmp_path: Path, tiny_
     stored = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
     with TrainedRun.open(tmp_path / "run") as trained:
         loaded = weights(trained.load())
-        assert trained.starting() is not None
+        assert trained.initial() is not None
     assert all(torch.equal(loaded[name], stored[name]) for name in stored)
 
 
@@ -119,7 +119,7 @@ def test_a_run_whose_start_was_exchanged_is_refused(tmp_path: Path, tiny_student
     shutil.rmtree(began)
     shutil.copytree(tmp_path / "run" / "final", began)
     with TrainedRun.open(tmp_path / "run") as trained, pytest.raises(RunFolderError, match="began with the student"):
-        trained.starting()
+        trained.initial()
 
 
 def test_a_folder_without_a_run_and_a_run_without_checkpoints_are_told(finished: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two tasks over sentences that the tiny student knows."""
+"""Two tasks over sentences of the tiny student's vocabulary."""
 
 import csv
 from pathlib import Path
