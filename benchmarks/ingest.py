@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.resources import PeakMemory, bytes_below
 from teacher_cache.building.build import Progress, build
-from teacher_cache.building.workers import Answers, LocalWorkers
+from teacher_cache.building.workers import EncodedBatches, LocalWorkers
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import load_teacher, resolve
@@ -66,7 +66,7 @@ class TimedWorkers(LocalWorkers):
 
     seconds = 0.0
 
-    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
+    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
         started = time.perf_counter()
         for answer in super().encode(spec, batches):
             self.seconds += time.perf_counter() - started

@@ -1,8 +1,8 @@
-"""The identity of a text: 16 bytes of its exact UTF-8.
+"""The key of a text: 16 bytes of a hash of its exact UTF-8.
 
-No Unicode normalisation, no case folding, no stripping: a cased teacher gives "Paris" and "paris" different
-vectors, and so do composed and decomposed accents. BLAKE2b with a 128-bit digest: at 10^9 texts the chance
-of any collision is about 10^-21.
+No Unicode normalization, case folding or stripping: a cased teacher has different vectors for "Paris" and "paris",
+and for composed and decomposed accents. BLAKE2b with a 128-bit digest: with 10^9 texts the chance of any collision is
+about 10^-21.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ def text_key(text: str) -> bytes:
     """The 16-byte key of `text`.
 
     Raises:
-        UnicodeEncodeError: `text` holds a lone surrogate; `Corpus` replaces those before they get here.
+        UnicodeEncodeError: `text` has a lone surrogate; `Corpus` replaces these.
     """
     return blake2b(text.encode("utf-8"), digest_size=KEY_BYTES).digest()
 

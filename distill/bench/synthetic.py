@@ -14,7 +14,7 @@ import torch
 
 from distill.config import StudentConfig
 from distill.student.shapes import find_shape, shape_config
-from teacher_cache.building.workers import Answers, Workers
+from teacher_cache.building.workers import EncodedBatches, Workers
 from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
 from teacher_cache.teachers.batching import BatchedEncoder
 from teacher_cache.teachers.folder import ModelFolder
@@ -144,7 +144,7 @@ class _Unchecked(BatchedEncoder):
 class MadeUpAnswers(Workers):
     """What a made-up teacher might have said, without a network: vectors, states and attention are drawn."""
 
-    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
+    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
         from transformers import AutoTokenizer
 
         folder = ModelFolder(spec.folder or Path())

@@ -11,7 +11,7 @@ from distill.data.dataset import CachedDataset, require_pairs
 from distill.errors import ConfigError, NeedsNotMet
 from distill.objectives.base import Objective, TeacherShape
 from distill.student.student import Student
-from teacher_cache.building.align import AlignmentColumn, AlignmentSettings, kept_alignments
+from teacher_cache.building.align import AlignmentColumn, AlignmentSettings, stored_alignments
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
@@ -147,7 +147,7 @@ class Targets:
             return None
         lower = ignores_case(student.tokenizer)
         settings = AlignmentSettings(method, digest, student.max_length, student.prompt, lower)
-        return kept_alignments(self.space, settings)
+        return stored_alignments(self.space, settings)
 
     def to_json(self) -> dict[str, Any]:
         """The space as `run.json` keeps it; of several ones the names stand side by side."""

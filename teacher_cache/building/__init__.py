@@ -1,1 +1,1 @@
-"""What fills the table: builds, their plan, the workers that run the teacher, and stored alignments."""
+"""Builds, their plan, the workers that run the teacher, and stored alignments."""

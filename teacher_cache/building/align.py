@@ -1,7 +1,7 @@
-"""Alignments of a teacher's and a student's tokens, computed once and kept beside the teacher's columns.
+"""Stored alignments of a teacher's and a student's tokens.
 
-They follow from what is stored and from the student's tokenizer: losing them costs the time to compute them again,
-and no teacher. One array holds those of one method and one way of cutting texts; a row of it is the pairs
+An alignment depends only on stored data and the student's tokenizer, so a lost one can be computed again without the
+teacher. Each alignment method and set of tokenizer settings has one array. A row of it holds the pairs
 `(student token, teacher token)` of a text as little-endian uint32.
 """
 
@@ -31,7 +31,7 @@ from teacher_cache.tokens.alignment import Alignment, align, check_method, of_pa
 from teacher_cache.tokens.request import OTHER, ROLE
 from teacher_cache.tokens.token_columns import PIECES, TokenColumns
 
-# Longest text of a student that nobody names a length for: what students are trained with by default.
+# Default maximum length of a student's texts, in tokens.
 STUDENT_LENGTH = 256
 # Texts tokenized and aligned at a time.
 ALIGNED_TEXTS = 1024
@@ -41,14 +41,14 @@ _PAIR = np.dtype("<u4")
 
 @dataclass(frozen=True)
 class AlignmentSettings:
-    """Everything that could change an alignment, given the space and the text.
+    """Everything that an alignment depends on, besides the space and the text.
 
     Attributes:
         method: a name of `teacher_cache.tokens.alignment.METHODS`.
         tokenizer: digest of the student's tokenizer files.
-        max_length: tokens that the student reads of a text, specials and prompt included.
-        prompt: in front of the student's texts.
-        lower: the student cannot tell the cases apart.
+        max_length: most tokens of a text that the student reads, including special tokens and prompt.
+        prompt: prepended to the student's texts.
+        lower: whether the student ignores case.
     """
 
     method: str
@@ -59,54 +59,57 @@ class AlignmentSettings:
 
     @property
     def array(self) -> str:
-        """Folder of the alignments inside the space's."""
-        told = json.dumps([self.tokenizer, self.max_length, self.prompt, self.lower]).encode()
-        return f"alignment-{self.method}-{blake2b(told, digest_size=4).hexdigest()}.zarr"
+        """Name of the array's folder inside the space's folder."""
+        settings = json.dumps([self.tokenizer, self.max_length, self.prompt, self.lower]).encode()
+        return f"alignment-{self.method}-{blake2b(settings, digest_size=4).hexdigest()}.zarr"
+
+    def column_name(self, view: SpaceView) -> str:
+        """Name of the array in the index."""
+        return f"{view.record.name}/{self.array}"
 
 
 class AlignmentColumn:
-    """Reads the kept alignments of one space, method and student tokenizer."""
+    """Reads the stored alignments of one space, method and student tokenizer."""
 
-    def __init__(self, view: SpaceView, settings: AlignmentSettings) -> None:
-        self.settings = settings
-        self.column = Column(view.index, column_name(view, settings), view.folder / settings.array)
+    def __init__(self, column: Column) -> None:
+        self.column = column
 
     def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """`(n,)`: of which rows an alignment is kept."""
+        """`(n,)`: which rows have a stored alignment."""
         return self.column.present(rows)
 
     def gather(self, rows: npt.NDArray[np.int64]) -> list[Alignment]:
-        """The alignments of n rows, in the order asked for.
+        """Alignments of n rows, in the order of `rows`.
 
         Raises:
-            MissingRows: none is kept of a row.
-            DamagedCache: a shard is not what was written.
+            MissingRows: a row has no stored alignment.
+            DamagedCache: a shard fails its check.
         """
         try:
-            return [_restored(pairs) for pairs in self.column.read(np.asarray(rows, dtype=np.int64))]
+            blobs = self.column.read(np.asarray(rows, dtype=np.int64))
         except DamagedCache as error:
-            raise _derived(self.column, error) from error
+            raise _with_advice(self.column, error) from error
+        return [of_pairs(np.frombuffer(blob, dtype=_PAIR).reshape(-1, 2).astype(np.int32)) for blob in blobs]
 
 
-def kept_alignments(view: SpaceView, settings: AlignmentSettings) -> AlignmentColumn | None:
-    """Where the alignments of a space and a student are kept; None where `tcache align` was never run for them."""
-    promised = any(True for _ in view.index.iter_shards(column_name(view, settings)))
-    return (
-        AlignmentColumn(view, settings) if promised and (view.folder / settings.array / "zarr.json").exists() else None
-    )
+def stored_alignments(view: SpaceView, settings: AlignmentSettings) -> AlignmentColumn | None:
+    """The stored alignments of a space and a student; None if `tcache align` was never run for them."""
+    column = _existing_column(view, settings)
+    return None if column is None else AlignmentColumn(column)
 
 
 @dataclass(frozen=True)
 class AlignReport:
-    """What `align_corpus` did.
+    """Result of `align_corpus`.
 
     Attributes:
         rows: distinct texts of the corpus.
-        cached: whose alignment was kept before.
-        aligned: whose alignment is kept now.
-        without_tokens: that the space has no tokens of.
-        student_tokens, mapped: tokens of the texts aligned now that are no prompt's, and those with a counterpart.
-        array: folder of the alignments inside the space's.
+        cached: texts whose alignment was stored before.
+        aligned: texts aligned and stored now.
+        without_tokens: texts without token columns in the space, not aligned.
+        student_tokens: student tokens of the texts aligned now, without those of the prompt.
+        mapped: of these, tokens with a counterpart.
+        array: name of the array's folder inside the space's folder.
     """
 
     space: str
@@ -137,114 +140,91 @@ def align_corpus(
     trust_remote_code: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> AlignReport:
-    """Keep the alignment of every text of a corpus with a student's tokens; what is kept already stays.
+    """Store the alignments of a corpus with a student's tokens; existing ones are kept.
 
-    A kill at any moment loses at most the shard in memory.
+    Killing it loses at most the shard in memory.
 
     Args:
         path: of the cache.
         student: model folder, hub id or known name; only its tokenizer is loaded.
         method: a name of `teacher_cache.tokens.alignment.METHODS`.
-        max_length: None takes the model's own, but at most `STUDENT_LENGTH`.
-        report: called with texts done and in all.
+        max_length: None uses the model's own, but at most `STUDENT_LENGTH`.
+        report: called with the number of texts done and the total.
 
     Raises:
-        TeacherError: an unknown method, or a student without a fast tokenizer.
+        TeacherError: the method is unknown, or the student has no fast tokenizer.
         MissingRows: the space has no token columns.
         MissingDependency: transformers is not installed.
     """
     started = time.monotonic()
     check_method(method)
-    options = TeacherOptions(
-        model=student,
-        backend="transformer",
-        prompt=prompt,
-        max_length=max_length,
-        dtype="float32",
-        trust_remote_code=trust_remote_code,
+    spec = resolve(
+        TeacherOptions(
+            model=student,
+            backend="transformer",
+            prompt=prompt,
+            max_length=max_length,
+            dtype="float32",
+            trust_remote_code=trust_remote_code,
+        )
     )
-    spec = resolve(options)
     length = spec.space.max_length if max_length else min(spec.space.max_length, STUDENT_LENGTH)
     with TeacherCache.open(path, "r+") as cache:
         view = cache.space(space)
         tokens = _token_columns(view)
         manifest = cache.corpus(corpus)
-        tokenizer = _tokenizer(spec)
+        tokenizer = load_tokenizer(spec)
         settings = AlignmentSettings(method, spec.space.tokenizer, length, prompt, ignores_case(tokenizer))
-        column = _column(cache, view, settings)
+        column = _existing_column(view, settings) or _new_column(cache, view, settings)
         rows = manifest.distinct_rows(cache.rows)
-        kept = column.present(rows)
-        there = tokens.columns[PIECES].present(rows)
-        wanted = rows[~kept & there]
+        cached = column.present(rows)
+        has_tokens = tokens.columns[PIECES].present(rows)
+        missing = rows[~cached & has_tokens]
         done = student_tokens = mapped = 0
-        for number in np.unique(wanted // column.shard_rows).tolist():
-            shard = wanted[wanted // column.shard_rows == number]
+        for number in np.unique(missing // column.shard_rows).tolist():
+            shard = missing[missing // column.shard_rows == number]
             blobs = np.empty(len(shard), dtype=object)
             for start in range(0, len(shard), ALIGNED_TEXTS):
                 part = shard[start : start + ALIGNED_TEXTS]
-                texts, theirs = cache.texts(part), tokens.gather_pieces(part)
-                ours = text_pieces(tokenizer, texts, prompt=prompt, max_length=length)
-                for place, (text, teacher, mine) in enumerate(zip(texts, theirs, ours, strict=True), start):
-                    found = align(text, teacher, mine, method, lower=settings.lower)
+                texts, teacher_pieces = cache.texts(part), tokens.gather_pieces(part)
+                student_pieces = text_pieces(tokenizer, texts, prompt=prompt, max_length=length)
+                pieces = zip(texts, teacher_pieces, student_pieces, strict=True)
+                for place, (text, teacher, one) in enumerate(pieces, start):
+                    found = align(text, teacher, one, method, lower=settings.lower)
                     blobs[place] = np.stack([found.student, found.teacher], axis=1).astype(_PAIR).tobytes()
-                    student_tokens += int((mine[:, ROLE] != OTHER).sum())
+                    student_tokens += int((one[:, ROLE] != OTHER).sum())
                     mapped += len(np.unique(found.student))
                 done += len(part)
-                report(done, len(wanted))
+                report(done, len(missing))
             try:
                 cache.index.commit([column.write(number, shard, blobs, 0.0)])
             except DamagedCache as error:
-                raise _derived(column, error) from error
+                raise _with_advice(column, error) from error
         return AlignReport(
             space=view.slug,
             corpus=manifest.record.name,
             method=method,
             array=settings.array,
             rows=len(rows),
-            cached=int(kept.sum()),
+            cached=int(cached.sum()),
             aligned=done,
-            without_tokens=int((~there & ~kept).sum()),
+            without_tokens=int((~has_tokens & ~cached).sum()),
             student_tokens=student_tokens,
             mapped=mapped,
             seconds=round(time.monotonic() - started, 3),
         )
 
 
-def column_name(view: SpaceView, settings: AlignmentSettings) -> str:
-    """Of the alignments in the index."""
-    return f"{view.record.name}/{settings.array}"
+def load_tokenizer(spec: TeacherSpec) -> Any:
+    """The tokenizer of a model.
 
-
-def _token_columns(view: SpaceView) -> TokenColumns:
-    if view.tokens is None:
-        raise MissingRows(
-            f"space {view.slug} keeps sentence vectors alone, and tokens are aligned with tokens; `tcache build "
-            "--columns vectors,tokens` with the same teacher fills them"
-        )
-    return view.tokens
-
-
-def _column(cache: TeacherCache, view: SpaceView, settings: AlignmentSettings) -> Column:
-    """The column to write to; made anew where its folder is gone or was never published."""
-    name, folder = column_name(view, settings), view.folder / settings.array
-    known = [number for number, _ in cache.index.iter_shards(name)]
-    if not known or not (folder / "zarr.json").exists():
-        cache.index.commit([Change("shards", shard_key(name, number), None) for number in known])
-        shutil.rmtree(folder, ignore_errors=True)
-        ShardedArray.create_blobs(
-            folder,
-            shard_rows=cache.shard_rows,
-            chunk_rows=math.gcd(CHUNK_ROWS, cache.shard_rows),
-            itemsize=_PAIR.itemsize,
-            compressed=True,
-        )
-    return Column(cache.index, name, folder)
-
-
-def _tokenizer(spec: TeacherSpec) -> Any:
+    Raises:
+        TeacherError: the model has no folder, or its tokenizer cannot be loaded.
+        MissingDependency: transformers is not installed.
+    """
     if spec.folder is None:
-        raise TeacherError(f"student {spec.space.teacher} has no folder to load a tokenizer from")
-    with optional_import("the student's tokenizer"):
+        raise TeacherError(f"{spec.space.teacher} has no folder to load a tokenizer from")
+    with optional_import(f"the tokenizer of {spec.space.teacher}"):
         from transformers import AutoTokenizer
 
         from teacher_cache.teachers.loading import loading
@@ -255,11 +235,36 @@ def _tokenizer(spec: TeacherSpec) -> Any:
         )
 
 
-def _restored(blob: bytes) -> Alignment:
-    return of_pairs(np.frombuffer(blob, dtype=_PAIR).reshape(-1, 2).astype(np.int32))
+def _token_columns(view: SpaceView) -> TokenColumns:
+    if view.tokens is None:
+        raise MissingRows(
+            f"space {view.slug} has no token columns to align; `tcache build --columns vectors,tokens` with the same "
+            "teacher adds them"
+        )
+    return view.tokens
 
 
-def _derived(column: Column, error: DamagedCache) -> DamagedCache:
-    return DamagedCache(
-        f"{error}; alignments follow from what is stored: remove {column.array.folder} and run `tcache align` again"
+def _existing_column(view: SpaceView, settings: AlignmentSettings) -> Column | None:
+    """The stored alignments; None if nothing was committed, or their folder is gone."""
+    name, folder = settings.column_name(view), view.folder / settings.array
+    committed = any(True for _ in view.index.iter_shards(name))
+    return Column(view.index, name, folder) if committed and (folder / "zarr.json").exists() else None
+
+
+def _new_column(cache: TeacherCache, view: SpaceView, settings: AlignmentSettings) -> Column:
+    """A new, empty array in place of what is left of an older one."""
+    name, folder = settings.column_name(view), view.folder / settings.array
+    cache.index.commit([Change("shards", shard_key(name, number), None) for number, _ in cache.index.iter_shards(name)])
+    shutil.rmtree(folder, ignore_errors=True)
+    ShardedArray.create_blobs(
+        folder,
+        shard_rows=cache.shard_rows,
+        chunk_rows=math.gcd(CHUNK_ROWS, cache.shard_rows),
+        itemsize=_PAIR.itemsize,
+        compressed=True,
     )
+    return Column(cache.index, name, folder)
+
+
+def _with_advice(column: Column, error: DamagedCache) -> DamagedCache:
+    return DamagedCache(f"{error}; remove {column.array.folder} and run `tcache align` again to compute it again")

@@ -1,6 +1,6 @@
-"""What a build would cost, without building: nothing goes into the cache, no weights are loaded unless asked.
+"""Estimated cost of a build. Writes nothing to the cache, and loads no weights unless `probe` is set.
 
-The files of a hub model are downloaded all the same: which vectors a cache has is a matter of their digest.
+The files of a hub model are downloaded all the same: their digest decides which vectors a cache has.
 """
 
 import random
@@ -11,34 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from teacher_cache.corpus.corpus import Corpus
+from teacher_cache.building.align import load_tokenizer
+from teacher_cache.building.build import READ_RECORDS, resolve_with_tokens
+from teacher_cache.corpus.corpus import CorpusSource, to_corpus
 from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.table.cache import CACHE_JSON, TeacherCache
-from teacher_cache.teachers import load_teacher, resolve, resolve_dtype, token_shape
+from teacher_cache.teachers import load_teacher, resolve_dtype
 from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
 from teacher_cache.text_key import KEY_BYTES, text_keys
 from teacher_cache.tokens.request import TokenRequest
-from teacher_cache.tokens.token_columns import TOKEN_ENCODINGS, TokenRecord, checked_layers
+from teacher_cache.tokens.token_columns import TOKEN_ENCODINGS, TokenRecord
 
-READ_RECORDS = 8192
-# Texts whose tokens are counted to estimate those of all, and texts that `probe` times.
+# Texts whose tokens are counted, and texts that `probe` times.
 SAMPLE = 2000
 PROBED_TEXTS = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The foretold cost.
+    """Estimated cost of a build.
 
     Attributes:
+        rows: records of the corpus.
+        distinct: distinct texts.
+        cached: distinct texts that have every requested column.
+        missing: texts to encode.
         tokens: of the texts to encode, from the mean of a sample.
-        truncated: share of the sample that is longer than the maximum.
-        missing: texts to encode: those that lack a vector, or another column that is asked for.
-        bytes: of the new vectors by number format, before compression.
-        token_bytes: of the new token columns, the same; empty where none are asked for.
-        hours: None when nothing has been timed yet.
-        basis: where the hours come from.
+        truncated: share of the sample that is longer than the space's maximum.
+        bytes: of the new vectors by encoding, before compression.
+        hours: None if nothing has been timed yet.
+        basis: what the hours are based on.
+        token_bytes: of the new token columns by encoding, before compression; empty if none are requested.
     """
 
     description: str
@@ -58,11 +63,12 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What a cache has of the texts: how many vectors, states and attention, and all that is asked for.
+class _Cached:
+    """Number of texts of a corpus that a cache has, by column.
 
     Attributes:
-        rate: tokens a second of past builds.
+        complete: texts that have every requested column.
+        rate: tokens per second of past builds.
     """
 
     vectors: int = 0
@@ -74,27 +80,26 @@ class _Held:
 
 
 def plan(
-    corpus: Corpus,
-    teacher: TeacherOptions,
+    corpus: CorpusSource,
+    teacher: str | TeacherOptions,
     cache: str | Path,
     *,
     tokens: TokenRequest | None = None,
     probe: bool = False,
 ) -> Plan:
-    """Read the corpus once, look its texts up in the cache, if there is one, and count.
+    """Read the corpus once and estimate what a build would add to the cache, which need not exist.
 
-    Takes 16 bytes of memory a text. With `probe` the teacher is loaded and timed on a few texts of this corpus.
+    Uses 16 bytes of memory per text.
 
     Args:
-        tokens: as for `build`.
+        corpus, teacher, tokens: as for `build`.
+        probe: load the teacher and time it on a few texts of the corpus.
 
     Raises:
-        TeacherError, CorpusError: as `build` would.
+        TeacherError, CorpusError: as `build`.
     """
-    spec = resolve(teacher)
-    shape = None if tokens is None else token_shape(spec)
-    if tokens is not None and tokens.attention and shape is not None:
-        checked_layers(tokens.attention, shape)
+    corpus = to_corpus(corpus)
+    spec, shape = resolve_with_tokens(teacher, tokens)
     keys = bytearray()
     sample: list[str] = []
     draw = random.Random(0)
@@ -103,7 +108,7 @@ def plan(
         texts = [text for record in records for text in record]
         rows += len(records)
         keys += b"".join(text_keys(texts))
-        for text in texts:  # reservoir sampling: every text is as likely to be in the sample
+        for text in texts:  # reservoir sampling
             seen += 1
             if len(sample) < SAMPLE:
                 sample.append(text)
@@ -111,37 +116,34 @@ def plan(
                 sample[place] = text
     corpus.require_records()
     distinct = np.unique(np.frombuffer(bytes(keys), dtype=f"V{KEY_BYTES}"))
-    held = _in_cache(distinct, spec, Path(cache), tokens)
-    missing = len(distinct) - held.complete
+    cached = _cached(distinct, spec, Path(cache), tokens)
+    missing = len(distinct) - cached.complete
     counts = _token_counts(sample, spec)
     lengths = np.minimum(counts, spec.space.max_length)
-    total = round(float(lengths.mean()) * missing) if len(counts) else 0
+    total = round(float(lengths.mean()) * missing)
     token_bytes: dict[str, int] = {}
-    if tokens is not None and shape is not None and len(counts):
-        wanted = TokenRecord.wanted(shape, tokens, None, held.record)
+    if tokens is not None and shape is not None:
+        wanted = TokenRecord.wanted(shape, tokens, None, cached.record)
         spec = replace(spec, request=TokenRequest(wanted.attention))
-        maps = np.array([wanted.attention_bytes(int(length)) for length in lengths]).mean()
+        attention = np.array([wanted.attention_bytes(int(length)) for length in lengths]).mean()
         for name in TOKEN_ENCODINGS:
             states = replace(wanted, storage=name).token_bytes() * lengths.mean()
-            new = states * (len(distinct) - held.states) + maps * (len(distinct) - held.attention)
+            new = states * (len(distinct) - cached.states) + attention * (len(distinct) - cached.attention)
             token_bytes[name] = round(float(new))
-    rate = held.rate
-    basis = "at the rate this cache was built at"
-    if probe and sample:
-        rate, basis = (
-            _timed(spec, sample[:PROBED_TEXTS]),
-            f"from {min(len(sample), PROBED_TEXTS)} texts on this device",
-        )
+    rate, basis = cached.rate, "at the rate this cache was built at"
+    if probe:
+        timed = sample[:PROBED_TEXTS]
+        rate, basis = _tokens_per_second(spec, timed), f"from {len(timed)} texts on this device"
     return Plan(
         description=spec.space.describe(),
         rows=rows,
         distinct=len(distinct),
-        cached=held.complete,
+        cached=cached.complete,
         missing=missing,
         tokens=total,
-        truncated=float((counts > spec.space.max_length).mean()) if len(counts) else 0.0,
+        truncated=float((counts > spec.space.max_length).mean()),
         bytes={
-            name: (len(distinct) - held.vectors) * encoding.row_bytes(spec.space.dims)
+            name: (len(distinct) - cached.vectors) * encoding.row_bytes(spec.space.dims)
             for name, encoding in ENCODINGS.items()
         },
         hours=total / rate / 3600 if rate else None,
@@ -150,55 +152,43 @@ def plan(
     )
 
 
-def _in_cache(distinct: Any, spec: TeacherSpec, path: Path, tokens: TokenRequest | None) -> _Held:
-    """What the cache has of these texts in this space."""
+def _cached(keys: npt.NDArray[Any], spec: TeacherSpec, path: Path, tokens: TokenRequest | None) -> _Cached:
+    """What the cache has of the texts with these keys in the space of `spec`."""
     if not (path / CACHE_JSON).exists():
-        return _Held()
+        return _Cached()
     with TeacherCache.open(path) as cache:
         view = cache.find_space(spec.space)
         if view is None:
-            return _Held()
-        rows = cache.index.find([key.tobytes() for key in distinct])
+            return _Cached()
+        rows = cache.index.find([key.tobytes() for key in keys])
         rows = rows[rows >= 0]
-        nothing = np.zeros(len(rows), dtype=bool)
+        none = np.zeros(len(rows), dtype=bool)
         vectors = complete = view.present(rows)
-        states = nothing if view.tokens is None else view.tokens.present(rows)
-        attention = nothing if view.tokens is None else view.tokens.present(rows, attention=True)
+        states = none if view.tokens is None else view.tokens.present(rows)
+        attention = none if view.tokens is None else view.tokens.present(rows, attention=True)
         if tokens is not None:
             complete = vectors & (states if tokens.attention is None else attention)
-        rate = view.record.tokens / view.record.seconds if view.record.seconds else None
-        return _Held(
+        return _Cached(
             vectors=int(vectors.sum()),
             states=int(states.sum()),
             attention=int(attention.sum()),
             complete=int(complete.sum()),
-            rate=rate,
+            rate=view.record.tokens / view.record.seconds if view.record.seconds else None,
             record=view.record.columns,
         )
 
 
-def _token_counts(texts: Sequence[str], spec: TeacherSpec) -> np.ndarray[Any, Any]:
-    """Tokens of each text before truncation; words for a teacher without a tokenizer."""
+def _token_counts(texts: Sequence[str], spec: TeacherSpec) -> npt.NDArray[np.int64]:
+    """`(n,)` tokens of each text before truncation; words if the teacher has no tokenizer."""
     if spec.folder is None:
         return np.array([len(text.split()) for text in texts])
-    from transformers import AutoTokenizer
-
-    from teacher_cache.teachers.folder import ModelFolder
-
-    folder = ModelFolder(spec.folder).encoder
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=spec.options.trust_remote_code
-    )
     prompted = [spec.space.prompt + text for text in texts]
-    return np.array([len(ids) for ids in tokenizer(prompted, verbose=False)["input_ids"]])
+    return np.array([len(ids) for ids in load_tokenizer(spec)(prompted, verbose=False)["input_ids"]])
 
 
-def _timed(spec: TeacherSpec, texts: Sequence[str]) -> float:
-    """Tokens a second of the loaded teacher."""
-    if spec.space.dtype == "auto":
-        spec = resolve_dtype(spec)
-    loaded = load_teacher(spec)
-    loaded.encode(texts[:2])  # the first call pays for set-up
+def _tokens_per_second(spec: TeacherSpec, texts: Sequence[str]) -> float:
+    teacher = load_teacher(resolve_dtype(spec))
+    teacher.encode(texts[:2])  # warm-up
     started = time.monotonic()
-    encoded = loaded.encode_counted(texts)
+    encoded = teacher.encode_counted(texts)
     return float(encoded.tokens.sum()) / (time.monotonic() - started)

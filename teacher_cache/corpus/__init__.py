@@ -1,1 +1,1 @@
-"""Texts to encode: files and other sources, read with flat memory."""
+"""Texts to encode: files, saved datasets, standard input and memory, read in flat memory."""

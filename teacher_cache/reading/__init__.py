@@ -1,1 +1,1 @@
-"""Reading the table in shuffled order."""
+"""Read a cached corpus in shuffled order."""

@@ -1,8 +1,7 @@
-"""Records of a corpus as batches in the order of a windowed shuffle, in flat memory.
+"""Batches of a corpus in windowed-shuffle order, in flat memory.
 
-A window is read while the one before it is used: its rows in ascending order, so that every chunk is read and
-decoded once, into one of two buffers that are used again and again. No corpus file is opened; texts and vectors
-come from the cache.
+While one window is used, a thread reads the next one: rows in ascending order, so that every chunk is read and
+decoded once, into one of two reused buffers. Texts and vectors come from the cache; no corpus file is opened.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,11 +25,11 @@ class Batch:
     """B records.
 
     Attributes:
-        texts: B texts; for pairs 2B, the second texts behind the first ones; none if they were not asked for.
+        texts: B texts; for pairs 2B, all first texts and then all second texts; empty if no texts were requested.
         rows: `(B,)` row of each record's first text.
-        vectors: `(B, d)`, the teacher's vector of the first text.
-        records: `(B,)` numbers of the records in the corpus.
-        tokens: what the teacher said of the first texts token by token, as it is stored; None unless asked for.
+        vectors: `(B, d)` vectors of the first texts.
+        records: `(B,)` record numbers in the corpus.
+        tokens: token columns of the first texts, in storage encoding; None if they were not requested.
     """
 
     texts: list[str]
@@ -42,7 +41,7 @@ class Batch:
 
 @dataclass
 class _Window:
-    """What one window holds: records in ascending order, and where each position of the window finds its own."""
+    """Data of one window, by ascending record number; `places` maps positions of the window to it."""
 
     epoch: int
     start: int
@@ -56,22 +55,22 @@ class _Window:
 
 
 class WindowedReader:
-    """Reads batches of a shuffled corpus, a window ahead.
+    """Reads batches of a shuffled corpus, one window ahead.
 
-    Batches asked for in order cost one pass over the data; any other order is right too, and slower. Not to be
-    shared by threads or across a fork.
+    Sequential batches take one pass over the data; any other order is correct but slower. Do not share a reader
+    between threads or across a fork.
 
     Args:
         order: of the records.
-        rows_of: `(n, k)` rows of n records by their number, such as `Manifest.rows_of`.
-        texts: how many texts of each record to read; 0 for vectors alone.
-        grouped: batches of texts of similar length: records of a window are sorted by length within groups of
-            `grouped` batches, and the batches of the window shuffled. 0 leaves the shuffle as it is.
+        rows_of: returns the `(n, k)` rows of n record numbers, such as `Manifest.rows_of`.
+        texts: number of texts of each record to read; 0 for vectors only.
+        grouped: number of batches whose records are sorted by length together, so that texts of a batch have similar
+            lengths; the batches of a window are then shuffled. 0 disables grouping.
         dtype: of the vectors.
-        tokens: "states" reads token states too, "attention" the attention maps as well; None vectors alone.
+        tokens: "states" for token states, "attention" for states and attention maps; None for vectors only.
 
     Raises:
-        MissingRows: on reading, a row has no vector in the space.
+        MissingRows: while reading, a row has no vector in the space.
     """
 
     def __init__(
@@ -106,13 +105,13 @@ class WindowedReader:
             yield self.read(epoch, np.arange(position, min(position + size, records)))
 
     def read(self, epoch: int, positions: Numbers) -> Batch:
-        """The records at these positions of an epoch, all of one window; new arrays, the caller's to keep."""
+        """Records at positions of an epoch, all of one window, in new arrays."""
         window = self._window(epoch, int(positions[0]))
         within = positions - window.start
         if int(within.min()) < 0 or int(within.max()) >= len(window.places):
             raise IndexError(
-                f"positions {positions.min()} to {positions.max()} of an epoch lie in more than one window; that of "
-                f"the first begins at {window.start} and has {len(window.places)}"
+                f"positions {positions.min()} to {positions.max()} of an epoch are in more than one window; the first "
+                f"one's window starts at {window.start} and has {len(window.places)} records"
             )
         places = window.places[within]
         vectors = np.empty((len(places), self.space.dims), dtype=self.dtype)
@@ -120,24 +119,24 @@ class WindowedReader:
             np.take(window.stored, places, axis=0, out=vectors, mode="clip")  # other modes buffer the result
         else:
             self.space.encoding.restore(window.stored[places], vectors)
-        wanted = places.tolist()
+        indices = places.tolist()
         return Batch(
-            [column[place] for column in window.texts for place in wanted],
+            [column[place] for column in window.texts for place in indices],
             window.rows[places],
             vectors,
             window.records[places],
-            None if window.tokens is None else [window.tokens[place] for place in wanted],
+            None if window.tokens is None else [window.tokens[place] for place in indices],
         )
 
     def close(self) -> None:
-        """Wait for what is being read and let go of the buffers."""
+        """Wait for the running read and free the buffers."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self._thread = self._next = self._current = None
         self._buffers.clear()
 
     def _window(self, epoch: int, position: int) -> _Window:
-        """The window of a position, from now on the current one; the one behind it is read meanwhile."""
+        """The window that holds a position; starts reading the window after it."""
         current = self._current
         if current is not None and current.epoch == epoch and 0 <= position - current.start < len(current.places):
             return current
@@ -147,8 +146,8 @@ class WindowedReader:
             window = pending[1].result()
         else:
             if pending is not None:
-                wait([pending[1]])  # its buffer is written to until then; nobody asks what came of it
-            self._current = None  # its buffer may be the one that is written to, and the reading may fail
+                wait([pending[1]])  # it writes to its buffer until then; its result is not used
+            self._current = None  # its buffer may be overwritten, and the read may fail
             window = self._load(epoch, number, 0)
         self._current = window
         following = (epoch, number + 1) if number + 1 < self.order.windows else (epoch + 1, 0)
@@ -169,31 +168,34 @@ class WindowedReader:
         if self.tokens is not None:
             if self.space.tokens is None:
                 raise MissingRows(
-                    f"space {self.space.slug} keeps no tokens; `tcache build --columns vectors,tokens` adds them"
+                    f"space {self.space.slug} has no token columns; `tcache build --columns vectors,tokens` adds them"
                 )
             tokens = self.space.tokens.gather_stored(first, attention=self.tokens == "attention")
         places = order.permutation(epoch, number)
         if self.grouped and texts:
             lengths = np.fromiter(map(len, texts[0]), dtype=np.int64, count=len(first))
-            places = self._by_length(places, lengths, np.random.default_rng((order.seed, epoch, order.rank, number, 1)))
+            places = self._group_by_length(
+                places, lengths, np.random.default_rng((order.seed, epoch, order.rank, number, 1))
+            )
         return _Window(epoch, start, places, records, first, stored, texts, tokens, buffer)
 
     def _buffer(self, which: int, rows: int) -> Stored:
         if which not in self._buffers:
-            # The last window of an epoch may hold a smaller batch more.
+            # The last window of an epoch can also hold the remainder, smaller than a batch.
             largest = min(len(self.order), self.order.window + self.order.batch)
             encoding, dims = self.space.encoding, self.space.dims
             self._buffers[which] = np.empty((largest, encoding.width(dims)), dtype=encoding.dtype)
-            self._buffers[which].fill(0)  # in memory from the start: what fits the first window fits all
+            self._buffers[which].fill(0)  # allocates all pages now, so that memory does not grow later
         return self._buffers[which][:rows]
 
-    def _by_length(self, places: Numbers, lengths: Numbers, random: np.random.Generator) -> Numbers:
-        """The permuted places with batches of similar lengths; a smaller last batch stays last."""
+    def _group_by_length(self, places: Numbers, lengths: Numbers, random: np.random.Generator) -> Numbers:
+        """Reorder shuffled places into batches of similar lengths; a smaller last batch stays last."""
         batch = self.order.batch
         group = batch * self.grouped
-        whole = len(places) // batch * batch  # what is left over is not sorted: the longest would always be in it
-        for start in range(0, whole, group):
-            part = places[start : min(start + group, whole)]
+        # The remainder is not sorted: it would always hold the longest texts.
+        full = len(places) // batch * batch
+        for start in range(0, full, group):
+            part = places[start : min(start + group, full)]
             part[:] = part[np.argsort(lengths[part], kind="stable")]
-        batches = places[:whole].reshape(-1, batch)
-        return np.concatenate([batches[random.permutation(len(batches))].ravel(), places[whole:]])
+        batches = places[:full].reshape(-1, batch)
+        return np.concatenate([batches[random.permutation(len(batches))].ravel(), places[full:]])

@@ -131,7 +131,7 @@ def test_evaluation_has_the_promised_json(tiny_student: Path, tmp_path: Path) ->
     rows = ["sentence1,sentence2,score", "the cat,a cat,4", "the sea,dogs ran,1", "a river,the river,5"]
     (tmp_path / "stsb_test.csv").write_text("\n".join(rows))
     result = distill("eval", tiny_student, "--data", tmp_path, "--tasks", "stsb", "--json")
-    assert "not normalised" in result.stderr  # as the published protocol: what the pooling gives
+    assert "not normalized" in result.stderr  # as the published protocol: what the pooling gives
     record = json.loads(result.stdout)
     assert record["tasks"]["stsb"].keys() >= {"metric", "score"}
     assert set(record["average"]) == {"in_domain", "out_of_domain", "all"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from teacher_cache.building.align import AlignmentSettings, align_corpus, kept_alignments
+from teacher_cache.building.align import AlignmentSettings, align_corpus, stored_alignments
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import DamagedCache, MissingRows, TeacherError
@@ -59,7 +59,7 @@ def test_what_is_kept_is_what_is_computed(tmp_path: Path, tiny_student: Path, me
     assert report.mapped == report.student_tokens - 2 * 40
     with TeacherCache.open(path) as cache:
         view = cache.space()
-        kept = kept_alignments(view, settings_of(tiny_student, method))
+        kept = stored_alignments(view, settings_of(tiny_student, method))
         assert kept is not None
         assert view.tokens is not None
         rows = np.random.default_rng(0).permutation(40)
@@ -96,11 +96,11 @@ def test_another_way_of_cutting_texts_is_another_column(tmp_path: Path, tiny_stu
     with TeacherCache.open(path) as cache:
         view = cache.space()
         settings = settings_of(tiny_student)
-        short = kept_alignments(view, replace(settings, max_length=8))
+        short = stored_alignments(view, replace(settings, max_length=8))
         assert short is not None
         assert max(int(one.student.max()) for one in short.gather(np.arange(40))) < 7
         for other in ({"method": "dtw_strict"}, {"prompt": "a "}, {"tokenizer": "x"}, {"lower": True}):
-            assert kept_alignments(view, replace(settings, **other)) is None  # type: ignore[arg-type]
+            assert stored_alignments(view, replace(settings, **other)) is None  # type: ignore[arg-type]
 
 
 def test_an_interrupted_run_keeps_its_finished_shards(tmp_path: Path, tiny_student: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_interrupted_run_keeps_its_finished_shards(tmp_path: Path, tiny_stude
     with pytest.raises(KeyboardInterrupt):
         align_corpus(path, str(tiny_student), "offset", report=stop)
     with TeacherCache.open(path) as cache:
-        kept = kept_alignments(cache.space(), settings_of(tiny_student))
+        kept = stored_alignments(cache.space(), settings_of(tiny_student))
         assert kept is not None
         assert kept.present(np.arange(40)).tolist() == [True] * SHARD_ROWS + [False] * 24
         with pytest.raises(MissingRows):
@@ -128,13 +128,13 @@ def test_a_lost_or_damaged_column_says_how_it_is_made_again(tmp_path: Path, tiny
     shard = folder / "c" / "0"
     shard.write_bytes(shard.read_bytes()[:-40] + bytes(40))
     with TeacherCache.open(path) as cache:
-        kept = kept_alignments(cache.space(), settings_of(tiny_student))
+        kept = stored_alignments(cache.space(), settings_of(tiny_student))
         assert kept is not None
         with pytest.raises(DamagedCache, match=r"alignment-offset-.*remove .* and run `tcache align` again"):
             kept.gather(np.array([0]))
     shutil.rmtree(folder)
     with TeacherCache.open(path) as cache:
-        assert kept_alignments(cache.space(), settings_of(tiny_student)) is None
+        assert stored_alignments(cache.space(), settings_of(tiny_student)) is None
     assert align_corpus(path, str(tiny_student), "offset").aligned == 40
 
 

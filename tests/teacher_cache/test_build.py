@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from teacher_cache.building import build as build_module
 from teacher_cache.building import workers as workers_module
 from teacher_cache.building.build import BuildReport, Progress, build
-from teacher_cache.building.workers import Answers, LocalWorkers, Workers
+from teacher_cache.building.workers import EncodedBatches, LocalWorkers, Workers
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CorpusError, DiskFull, TeacherError
 from teacher_cache.maintenance.check import verify
@@ -45,7 +45,7 @@ class Recorded(Workers):
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
 
-    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
+    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
         def noted() -> Iterable[list[str]]:
             for batch in batches:
                 self.batches.append(batch)
@@ -261,7 +261,7 @@ def test_an_unfinished_shard_is_committed_after_a_while(tmp_path: Path, monkeypa
 
 def test_shards_that_come_back_in_any_order_are_all_right(tmp_path: Path) -> None:
     class Shuffled(Workers):
-        def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
+        def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
             answers = list(LocalWorkers().encode(spec, batches))
             random.Random(0).shuffle(answers)
             yield from answers
@@ -378,7 +378,7 @@ def test_an_error_closes_the_workers_at_once(tmp_path: Path) -> None:
     closed: list[bool] = []
 
     class Noticing(Workers):
-        def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
+        def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
             try:
                 yield from LocalWorkers().encode(spec, batches)
             finally:

@@ -160,5 +160,5 @@ def test_numbers_that_make_no_order_are_refused(wrong: dict[str, int]) -> None:
 
 
 def test_a_position_outside_of_the_epoch_is_refused() -> None:
-    with pytest.raises(IndexError, match="position 100 of an epoch of 100 records"):
+    with pytest.raises(IndexError, match="position 100 is outside an epoch of 100 records"):
         WindowedShuffle(100, 8, window=64).window_of(100)

@@ -92,4 +92,4 @@ def test_a_description_names_what_a_person_would_check() -> None:
         "org/some model · mean pooling · prompt 'query: ' · at most 128 tokens · 32 dims, unit length · float32"
     )
     assert "no prompt" in replace(SPACE, prompt="").describe()
-    assert "not normalised" in replace(SPACE, normalize=False).describe()
+    assert "not normalized" in replace(SPACE, normalize=False).describe()

@@ -202,7 +202,7 @@ def test_a_window_read_ahead_in_vain_fails_nobody(tmp_path: Path, monkeypatch: p
 
 def test_positions_of_two_windows_in_one_batch_are_refused(cache: TeacherCache) -> None:
     stream = reader(cache, window=16)
-    with pytest.raises(IndexError, match=r"positions 25 to 40 .* lie in more than one window"):
+    with pytest.raises(IndexError, match=r"positions 25 to 40 .* are in more than one window"):
         stream.read(0, np.array([40, 25]))
     stream.close()
 

@@ -21,7 +21,7 @@ from teacher_cache.building import build as build_module
 from teacher_cache.building import pending
 from teacher_cache.building.build import BuildReport, Progress, build
 from teacher_cache.building.plan import plan
-from teacher_cache.building.workers import Answers, LocalWorkers, Workers
+from teacher_cache.building.workers import EncodedBatches, LocalWorkers, Workers
 from teacher_cache.errors import CacheError, SpaceMismatch, TeacherError
 from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.info import describe
@@ -56,7 +56,7 @@ class Recorded(Workers):
         self.batches: list[list[str]] = []
         self.arrange = arrange
 
-    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> Answers:
+    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
         def noted() -> Iterable[list[str]]:
             for batch in batches:
                 self.batches.append(batch)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teacher_cache.building import workers as workers_module
-from teacher_cache.building.workers import LocalWorkers, RayWorkers, Workers, _Crew, parse_workers, shares
+from teacher_cache.building.workers import LocalWorkers, RayWorkers, Workers, _ActorPool, parse_workers, shares
 from teacher_cache.errors import MissingDependency, TeacherError, WorkerError
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
 from teacher_cache.teachers.base import Encoded
@@ -163,12 +163,12 @@ def test_a_batch_whose_worker_died_is_done_again(tmp_path: Path, caplog: pytest.
     teacher = DiesOnce.options(tmp_path / "died")
     assert_right(answers(RayWorkers(2), DEADLY, teacher), DEADLY)
     assert (tmp_path / "died").exists()
-    assert "a worker died; its" in caplog.text
+    assert "a worker died; a new one retries its" in caplog.text
 
 
 @pytest.mark.usefixtures("two_cpus")
 def test_a_batch_that_always_kills_its_worker_is_named() -> None:
-    with pytest.raises(WorkerError, match=r"died 3 times over the same batch of 2 texts, .* 'deadly'"):
+    with pytest.raises(WorkerError, match=r"died 3 times on the same batch of 2 texts, .* 'deadly'"):
         answers(RayWorkers(1), DEADLY, DiesAlways.options())
 
 
@@ -193,9 +193,9 @@ def test_actors_hold_few_batches_and_end_with_the_encoding() -> None:
         next(encoding)
         assert given_out <= done + 2 * (1 + workers_module.QUEUED_PER_ACTOR)
     encoding.close()
-    crew = _Crew(ray, resolve(TOY), 1)  # asks for both CPUs: finds room only if the others are gone
-    assert len(list(crew.run(BATCHES))) == len(BATCHES)
-    crew.dismiss()
+    pool = _ActorPool(ray, resolve(TOY), 1)  # asks for both CPUs: finds room only if the others are gone
+    assert len(list(pool.run(BATCHES))) == len(BATCHES)
+    pool.close()
 
 
 def test_a_ray_of_our_own_listens_on_this_machine_only_and_is_ended_afterwards(tmp_path: Path) -> None:
