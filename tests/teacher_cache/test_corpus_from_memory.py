@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from teacher_cache.maintenance.verify import verify
 
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus, to_corpus
 from teacher_cache.errors import CacheError, CorpusError
+from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.info import describe
 from teacher_cache.maintenance.repair import repair
 from teacher_cache.table.cache import TeacherCache
@@ -267,10 +267,10 @@ def test_repair_restores_texts_from_a_corpus_in_memory(tmp_path: Path) -> None:
     build(TEXTS, teacher="toy", cache=path)
     (shard,) = (path / "texts").glob("text/c/0")
     shard.write_bytes(b"garbage")
-    left = repair(path).unmended
+    left = repair(path).unrepaired
     assert any(
-        "20 texts are lost" in mend.action and "these texts came from memory and cannot be read again" in mend.action
-        for mend in left
+        "20 texts are lost" in done.action and "these texts came from memory and cannot be read again" in done.action
+        for done in left
     )
     assert repair(path, Corpus.from_texts(TEXTS)).ok
     assert verify(path, deep=True).ok
@@ -281,7 +281,7 @@ def test_repair_restores_a_manifest_from_a_corpus_in_memory(tmp_path: Path) -> N
     build(TEXTS, teacher="toy", cache=path)
     (manifest,) = (path / "corpora/texts").glob("rows-*.npy")
     manifest.unlink()
-    (left,) = repair(path).unmended
+    (left,) = repair(path).unrepaired
     assert "these texts came from memory and cannot be read again" in left.action
     assert "tcache build memory" not in left.action
     assert "pass its texts as `corpus`" in left.action
