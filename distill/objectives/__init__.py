@@ -1,4 +1,4 @@
-"""The table of objectives: one method a file here, one line a method below."""
+"""Objectives by name; each method is one file here and one line in the table."""
 
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,10 @@ OBJECTIVES: dict[str, str] = {
 
 
 def load_objective(name: str) -> "type[Objective]":
-    """The class behind a name of `OBJECTIVES`, or behind "package.module:Class", which needs no line there.
+    """The class of a name in `OBJECTIVES`, or of "package.module:Class".
 
     Raises:
-        ConfigError: an unknown name, a module or class that is not there, or a class that is no `Objective`.
+        ConfigError: the name is unknown, the import fails, or the class is not an `Objective`.
         MissingDependency: torch is not installed.
     """
     with optional_import(f"objective {name!r}"):

@@ -1,4 +1,4 @@
-"""CDM (Chen et al., 2025), as adapted to encoders: tokens of two tokenizers aligned, then compared one by one.
+"""CDM (Chen et al., Findings of ACL 2025), adapted to encoders: tokens of two tokenizers aligned, then compared.
 
     loss = simcse_weight * InfoNCE + token_weight * TOK + sentence_weight * SENT
 
@@ -8,17 +8,17 @@ into the teacher's space, and a_ij the alignment that averages teacher tokens on
     TOK  = mean over aligned i of (1 / d) |n(S_i W) - n(sum_j a_ij T_j)|^2
     SENT = mean over texts of     (1 / d) |n(s W) - n(t)|^2
 
-An alignment depends on the text alone: it is computed once and kept. W has no bias and torch's default initial
-values; where token states and sentence vectors are of one width they share it. Special tokens do not count.
+An alignment depends only on the text: it is computed once and stored. W is bias-free with torch's default initial
+values, and shared by token states and sentence vectors if their widths are equal. Special tokens do not count.
 
-The paper maps vocabularies of language models; the adaptation to encoders is the TALAS authors'. Where theirs in
-words ("paper") and in code ("official") differ, and what we add:
-- In words, dynamic time warping over edit distances aligns the texts and teacher states are averaged onto every
-  student token ("dtw_mean"). The code keeps the pairs in which one token meets one token of the same characters
-  ("dtw_strict"), so tokens that two tokenizers cut differently teach nothing.
-- Repeated texts of a batch are each other's negatives in the code.
-- A mean over the width d makes SENT (2 - 2 cos) / d, next to nothing beside InfoNCE; TOK has a factor of 100 on
-  its weight of 0.5 to make up for it. Preset "fair" is 2 - 2 cos of both, TOK at 0.5.
+The paper maps vocabularies of language models; the TALAS authors adapted it to encoders. Differences between their
+text ("paper") and code ("official"), and an addition:
+- In the text, dynamic time warping over edit distances aligns tokens, and teacher states are averaged onto every
+  student token ("dtw_mean"). The code keeps only pairs of one token each with the same characters ("dtw_strict"), so
+  tokens that the two tokenizers split differently are not trained.
+- Repeated texts of a batch are negatives of each other in the code.
+- A mean over the width d makes SENT (2 - 2 cos) / d, which is negligible next to InfoNCE; the weight of TOK, 0.5, has
+  a factor of 100 to make up for it. Preset "fair" is 2 - 2 cos for both, TOK at 0.5.
 """
 
 from typing import ClassVar
@@ -28,15 +28,18 @@ from torch import Tensor, nn
 
 from distill.errors import ConfigError
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets
-from distill.objectives.dskd import REDUCTIONS, direction_loss, token_states, token_width
-from distill.objectives.options import check, check_choice, check_positive, check_weight
-from distill.objectives.simcse import contrast_views
+from distill.objectives.options import check_choice, check_positive, check_weights
+from distill.objectives.simcse import simcse_term
+from distill.objectives.tokens import REDUCTIONS, direction_loss, token_states, token_width
 
 ALIGNMENTS = ("dtw_mean", "dtw_strict")
 
 
 class CDM(Objective):
-    """The terms are "simcse", "token" and "sentence"; one of weight 0 is not computed and owns nothing."""
+    """Token states compared across two tokenizers by an alignment (CDM, Findings of ACL 2025).
+
+    The terms are "simcse", "token" and "sentence"; a term of weight 0 is not computed and has no parameters.
+    """
 
     needs = Needs(views=2, tokens=True, alignment="dtw_mean")
     terms = ("simcse", "token", "sentence")
@@ -60,22 +63,20 @@ class CDM(Objective):
         temperature: float = 0.07,
         mask_duplicates: bool = True,
     ) -> None:
-        """Allocate W.
+        """Create W.
 
         Args:
             alignment: "dtw_mean" or "dtw_strict", see `teacher_cache.tokens.alignment`.
             reduction: "mean" over the width as above, or "sum_dim", 2 - 2 cos.
             temperature: of InfoNCE.
-            mask_duplicates: texts equal to row i's are no negatives of row i.
+            mask_duplicates: other rows of the same text are not negatives.
 
         Raises:
             ConfigError: an option out of its range, or a teacher without token states.
         """
         super().__init__()
         weights = {"simcse_weight": simcse_weight, "token_weight": token_weight, "sentence_weight": sentence_weight}
-        for name, weight in weights.items():
-            check_weight(name, weight)
-        check("*_weight", weights, "token or sentence above 0", bool(token_weight or sentence_weight))
+        check_weights(weights, required=("token_weight", "sentence_weight"))
         check_choice("alignment", alignment, ALIGNMENTS)
         check_choice("reduction", reduction, REDUCTIONS)
         check_positive("temperature", temperature)
@@ -88,7 +89,7 @@ class CDM(Objective):
             alignment=alignment if token_weight else None,
         )
         self.head = nn.Linear(student.dim, teacher.dim, bias=False) if sentence_weight else None
-        # None where the sentence's is shared: a weight of two names would be missing from a checkpoint under one.
+        # None if it is shared: safetensors stores a weight with two names only once.
         self.token_head: nn.Linear | None = None
         if token_weight:
             width = token_width(teacher, "cdm")
@@ -96,10 +97,10 @@ class CDM(Objective):
                 self.token_head = nn.Linear(student.dim, width, bias=False)
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The weighted terms, float32 scalars, whatever the autocast state around.
+        """The weighted terms, float32 scalars, with or without autocast.
 
         Raises:
-            ConfigError: no alignment was given, or no token states.
+            ConfigError: the alignment or token states are missing.
         """
         terms: dict[str, Tensor] = {}
         pooled = student.view(0)[-1]
@@ -108,13 +109,16 @@ class CDM(Objective):
             if self.token_weight and token_head is not None:
                 terms["token"] = self.token_weight * self._tokens(token_head, student, teacher)
             if self.head is not None:
-                said = self.head(pooled.float())
-                terms["sentence"] = self.sentence_weight * direction_loss(
-                    said, teacher.vectors.detach(), self.reduction
-                )
-            if self.simcse_weight and student.views > 1:
-                contrast = contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)
-                terms["simcse"] = self.simcse_weight * contrast
+                projected = self.head(pooled.float())
+                distance = direction_loss(projected, teacher.vectors.detach(), self.reduction)
+                terms["sentence"] = self.sentence_weight * distance
+            terms |= simcse_term(
+                student,
+                teacher,
+                weight=self.simcse_weight,
+                temperature=self.temperature,
+                mask_duplicates=self.mask_duplicates,
+            )
         return terms
 
     def projection(self) -> Tensor | None:
@@ -124,7 +128,7 @@ class CDM(Objective):
     def _tokens(self, head: nn.Linear, student: StudentOutput, teacher: TeacherTargets) -> Tensor:
         mine, theirs = token_states(student, teacher, "cdm")
         if teacher.alignment is None:
-            raise ConfigError("objective cdm was given no alignment of the teacher's tokens with the student's")
+            raise ConfigError("objective cdm was given no alignment of teacher tokens to student tokens")
         alignment = teacher.alignment.detach().float()
         target = alignment @ theirs.states.detach().float()
         aligned = mine.mask & ~mine.special & (alignment.sum(-1) > 0)

@@ -9,16 +9,16 @@ With z_i the head's output for view 1 of text i, S_ij = cos(z_i, z_j) and T_ij t
 
 Of several teachers, cached as spaces of the same rows, T is the mean of their cosines.
 
-Group-p shuffling. The teacher's order among texts that it finds nearly equally close is mostly noise. While training,
-row i of T is sorted from the closest text down and cut where the running sum of softmax_j(T_ij), without temperature,
-passes p, 2p, ...; inside each group the student's entries are permuted at random, so that nothing is learned from the
-order within it. In evaluation mode nothing is shuffled.
+Group-p shuffling. The teacher's order of texts with nearly equal similarity is mostly noise. In training, row i of T
+is sorted from the most similar text down and cut where the cumulative sum of softmax_j(T_ij), without temperature,
+passes p, 2p, ...; within each group the student's entries are permuted at random, so that their order is not learned.
+In evaluation mode nothing is shuffled.
 
-Where we differ from the published code, which is the paper's:
-- It skips the diagonal as NaN in a sum over all; here it is left out of both softmaxes and of the mean.
-- It keeps other rows of the same text, whose cosine of 1 takes nearly the whole softmax at a temperature of 0.0125
-  and leaves nothing to learn. Here they are no rivals in either term. Preset "official" keeps them.
-- It shuffles with loops over rows and groups; here one sort does it.
+Differences from the published code, which follows the paper:
+- It skips the diagonal as NaN in a sum over all; here it is excluded from both softmaxes and the mean.
+- It keeps other rows of the same text, whose cosine of 1 takes nearly the whole softmax at a temperature of 0.0125.
+  Here they are masked in both terms. Preset "official" keeps them.
+- It shuffles with loops over rows and groups; here with one sort.
 """
 
 import math
@@ -27,19 +27,29 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
-from distill.objectives.options import check, check_choice, check_positive, check_weight
+from distill.objectives.base import (
+    Needs,
+    Objective,
+    StudentOutput,
+    StudentShape,
+    TeacherShape,
+    TeacherTargets,
+    different_texts,
+    unit,
+)
+from distill.objectives.options import check, check_choice, check_positive, check_weight, check_weights
 from distill.objectives.simcse import info_nce
 
 HEADS = ("mlp", "none")
-# Stands for a cosine that is left out; finite, so that a batch of one text has no NaN.
-NO_RIVAL = -1e9
+# Replaces a masked cosine; finite, so that a batch of one text has no NaN.
+MASKED = -1e9
 
 
 class DistillCSE(Objective):
-    """Contrast and ranking; the terms are "simcse" and "distill". One of weight 0 is neither computed nor returned.
+    """Contrast of two views, and the teacher's ranking of the batch (DistillCSE, Findings of EMNLP 2023).
 
-    The head is used in training alone: what is evaluated and exported is the pooled state before it.
+    The terms are "simcse" and "distill"; a term of weight 0 is neither computed nor returned. The head is used only in
+    training: the pooled state before it is evaluated and exported.
     """
 
     needs = Needs(views=2)
@@ -64,24 +74,21 @@ class DistillCSE(Objective):
         head: str = "mlp",
         mask_duplicates: bool = True,
     ) -> None:
-        """`teacher` is part of every objective's signature and unused.
+        """Create the head; `teacher` is unused.
 
         Args:
             temperature: of SimCSE.
-            student_temperature, teacher_temperature: of the two softmaxes of "distill".
-            group_shuffle_p: share of the teacher's probability in one group; 0 shuffles nothing, 1 everything.
-            head: "mlp" is one layer and tanh, of the student's width, started as in BERT; "none" trains the
+            student_temperature, teacher_temperature: of the softmaxes of "distill".
+            group_shuffle_p: the teacher's probability in one group, 0 to 1; 0 disables shuffling.
+            head: "mlp" is a linear layer of the student's width, initialized as in BERT, and tanh; "none" trains the
                 pooled state itself.
-            mask_duplicates: texts equal to row i's are no rivals of row i.
+            mask_duplicates: exclude other rows of the same text.
 
         Raises:
             ConfigError: an option out of its range.
         """
         super().__init__()
-        weights = {"simcse_weight": simcse_weight, "distill_weight": distill_weight}
-        for name, weight in weights.items():
-            check_weight(name, weight)
-        check("*_weight", weights, "at least one above 0", any(weights.values()))
+        check_weights({"simcse_weight": simcse_weight, "distill_weight": distill_weight})
         check_positive("temperature", temperature)
         check_positive("student_temperature", student_temperature)
         check_positive("teacher_temperature", teacher_temperature)
@@ -102,7 +109,7 @@ class DistillCSE(Objective):
             self.head = nn.Sequential(dense, nn.Tanh())
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The weighted terms, float32 scalars, whatever the autocast state around."""
+        """The weighted terms, float32 scalars, with or without autocast."""
         terms: dict[str, Tensor] = {}
         states = student.view(0)[-1]
         with torch.autocast(states.device.type, enabled=False):
@@ -119,30 +126,27 @@ class DistillCSE(Objective):
         vectors = unit(states)
         targets = unit(teacher.vectors.detach())
         mine, theirs = vectors @ vectors.T, targets @ targets.T
-        if self.mask_duplicates:
-            rivals = teacher.text_ids[:, None] != teacher.text_ids[None, :]
-        else:
-            rivals = ~torch.eye(len(mine), dtype=torch.bool, device=mine.device)
+        compared = different_texts(teacher.text_ids, mask_duplicates=self.mask_duplicates)
         if self.training and self.group_shuffle_p:
-            mine = mine.gather(1, group_shuffle(theirs, rivals, self.group_shuffle_p))
-        wanted = (theirs / self.teacher_temperature).masked_fill(~rivals, NO_RIVAL).softmax(1) * rivals
-        found = (mine / self.student_temperature).masked_fill(~rivals, NO_RIVAL).log_softmax(1)
-        return -(wanted * found).sum(1).mean()
+            mine = mine.gather(1, group_shuffle(theirs, compared, self.group_shuffle_p))
+        target = (theirs / self.teacher_temperature).masked_fill(~compared, MASKED).softmax(1) * compared
+        predicted = (mine / self.student_temperature).masked_fill(~compared, MASKED).log_softmax(1)
+        return -(target * predicted).sum(1).mean()
 
 
 @torch.no_grad()
-def group_shuffle(cosines: Tensor, rivals: Tensor, p: float) -> Tensor:
-    """`(B, B)` int64: [i, j] is the column of the student's row i that takes the place of column j.
+def group_shuffle(cosines: Tensor, compared: Tensor, p: float) -> Tensor:
+    """`(B, B)` int64: [i, j] is the column of the student's row i that replaces column j.
 
     Args:
         cosines: `(B, B)`, the teacher's.
-        rivals: `(B, B)` bool, the columns that count in each row; the others are exchanged among themselves only.
+        compared: `(B, B)` bool, the columns that count in each row; the others are permuted separately.
         p: > 0, the share of softmax(cosines) in one group.
     """
-    ordered, order = cosines.masked_fill(~rivals, NO_RIVAL).sort(1, descending=True)
+    ordered, order = cosines.masked_fill(~compared, MASKED).sort(1, descending=True)
     group = (ordered.softmax(1).cumsum(1) / p).floor().clamp(max=math.ceil(1 / p) - 1)
-    group = group.masked_fill(~rivals.gather(1, order), math.inf)
-    # Sorted by group, which keeps the order of equal groups, a random order is one inside each group.
+    group = group.masked_fill(~compared.gather(1, order), math.inf)
+    # A stable sort by group keeps the random order within each group.
     shuffled = torch.rand_like(ordered).argsort(1)
     shuffled = shuffled.gather(1, group.gather(1, shuffled).argsort(dim=1, stable=True))
     return torch.empty_like(order).scatter_(1, order, order.gather(1, shuffled))

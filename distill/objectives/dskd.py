@@ -1,4 +1,4 @@
-"""DSKD (Zhang et al., EMNLP 2024), as ported to encoders: student and teacher compared in both of their spaces.
+"""DSKD (Zhang et al., EMNLP 2024), ported to encoders: student and teacher compared in both of their spaces.
 
     loss = simcse_weight * InfoNCE + sentence_weight * SENT + token_weight * TOK
 
@@ -7,24 +7,23 @@ projections into the teacher's and the student's space:
 
     SENT = mean |n(s W) - n(t)|^2 + mean |n(s) - n(t W')|^2
     TOK  = mean_i |n(S_i) - n(A_i)|^2 + mean_j |n(T_j) - n(C_j)|^2
-    A_i  = sum_j softmax_j(S_i Q . T_j K / sqrt(d_att)) T_j V      what student token i takes of the teacher
-    C_j  = the same with the roles exchanged and three projections more
+    A_i  = sum_j softmax_j(S_i Q . T_j K / sqrt(d_att)) T_j V      cross-attention of student token i to the teacher
+    C_j  = the same with the roles exchanged and three more projections
 
-over tokens that are part of their texts; the keys leave out padding alone. All projections are free of bias, with
-Xavier-uniform initial values; d_att is the smaller width.
+over the tokens of the texts; the keys exclude only padding. All projections are bias-free with Xavier-uniform
+initial values; d_att is the smaller width.
 
-The paper distils logits of language models, where both projections are learned. The published code for encoders
-is the TALAS authors' port. Where it differs, and the presets:
-- The port stops the gradient behind W', which so stays the random matrix that it began as, and the student's
-  own vectors are pulled to a random image of the teacher's. "paper" learns W' too; "fair" and "parity" keep the
-  port's, as a buffer.
-- The port's squared distance is a mean over the width: (2 - 2 cos) / d, at most 0.004 for d = 1,024, beside an
-  InfoNCE of 0.1 to 1, so that next to nothing is distilled. `reduction="mean"` is this ("parity");
-  "sum_dim" is 2 - 2 cos ("paper", "fair").
-- Repeated texts of a batch are each other's negatives in the port ("parity").
+The paper distills logits of language models and learns both projections. The published code for encoders is the
+TALAS authors' port. Differences, and the presets:
+- The port stops the gradient after W', so W' stays the random initial matrix, and the student's vectors are trained
+  towards a random image of the teacher's. "paper" learns W'; "fair" and "parity" keep it fixed, as a buffer.
+- The squared distance of the port is a mean over the width: (2 - 2 cos) / d, at most 0.004 for d = 1,024, next to an
+  InfoNCE of 0.1 to 1, so that almost nothing is distilled. `reduction="mean"` is this ("parity"); "sum_dim" is
+  2 - 2 cos ("paper", "fair").
+- Repeated texts of a batch are negatives of each other in the port ("parity").
 
-Both sides of a token's distance are learned, and no term holds V to the teacher: part of TOK can be met by the
-projections alone. That is so in the port, and left.
+Both sides of a token distance are learned, and no term ties V to the teacher: the projections can lower TOK without
+the student. The port has this too.
 """
 
 import math
@@ -33,65 +32,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from distill.errors import ConfigError
-from distill.objectives.base import (
-    Needs,
-    Objective,
-    StudentOutput,
-    StudentShape,
-    TeacherShape,
-    TeacherTargets,
-    TokenStates,
-    unit,
-)
-from distill.objectives.options import check, check_choice, check_positive, check_weight
-from distill.objectives.simcse import contrast_views
-
-REDUCTIONS = ("sum_dim", "mean")
-
-
-def direction_loss(first: Tensor, second: Tensor, reduction: str, keep: Tensor | None = None) -> Tensor:
-    """`mean |n(first) - n(second)|^2` over rows, float32; with "mean" divided by the width.
-
-    Args:
-        first, second: `(..., d)`; n of a zero row is zero.
-        reduction: "sum_dim": 2 - 2 cos of a row; "mean": that over d, as a mean squared error has it.
-        keep: `(...)` bool, the rows that count; without any the loss is 0.
-    """
-    distance = (unit(first) - unit(second)).square()
-    rows = distance.sum(-1) if reduction == "sum_dim" else distance.mean(-1)
-    if keep is None:
-        return rows.mean()
-    return (rows * keep).sum() / keep.sum().clamp(min=1)
-
-
-def token_width(teacher: TeacherShape, method: str) -> int:
-    """Width of the teacher's token states.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if teacher.token_dim is None:
-        raise ConfigError(
-            f"objective {method} compares tokens, and the cache holds the teacher's sentence vectors alone; build it "
-            "with token states: tcache build --columns vectors,tokens"
-        )
-    return teacher.token_dim
-
-
-def token_states(student: StudentOutput, teacher: TeacherTargets, method: str) -> tuple[TokenStates, TokenStates]:
-    """Of both models.
-
-    Raises:
-        ConfigError: either is absent.
-    """
-    if student.tokens is None or teacher.tokens is None:
-        raise ConfigError(f"objective {method} was given no token states, of the student or of the teacher")
-    return student.tokens, teacher.tokens
+from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets
+from distill.objectives.options import check_choice, check_positive, check_weights
+from distill.objectives.simcse import simcse_term
+from distill.objectives.tokens import REDUCTIONS, direction_loss, token_states, token_width
 
 
 class CrossAttention(nn.Module):
-    """One head: every query takes a weighted mean of the keys' values, in the queries' width."""
+    """Single-head cross-attention, with values in the width of the queries."""
 
     def __init__(self, query_dim: int, key_dim: int) -> None:
         super().__init__()
@@ -101,24 +49,26 @@ class CrossAttention(nn.Module):
         self.value = linear(key_dim, query_dim)
 
     def forward(self, queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """`(B, n_q, d_q)` of queries `(B, n_q, d_q)`, keys `(B, n_k, d_k)` and which keys are tokens `(B, n_k)`."""
+        """`(B, n_q, d_q)` from queries `(B, n_q, d_q)`, keys `(B, n_k, d_k)` and the mask of the keys `(B, n_k)`."""
         scores = self.query(queries) @ self.key(keys).mT / math.sqrt(self.query.out_features)
-        # Not -inf: a text without a token would be NaN, here it is the mean of its zero padding.
+        # Not -inf, which would be NaN for a text without tokens.
         scores = scores.masked_fill(~mask[:, None, :], torch.finfo(scores.dtype).min)
         attended: Tensor = scores.softmax(-1) @ self.value(keys)
         return attended
 
 
 def linear(width_in: int, width_out: int) -> nn.Linear:
+    """A bias-free projection with Xavier-uniform initial values."""
     layer = nn.Linear(width_in, width_out, bias=False)
     nn.init.xavier_uniform_(layer.weight)
     return layer
 
 
 class DSKD(Objective):
-    """The terms are "simcse", "sentence" and "token"; one of weight 0 is not computed and owns nothing.
+    """Sentence vectors and token states compared in the spaces of both models (DSKD, EMNLP 2024).
 
-    The sentence vectors may have another width than the token states: they meet in different projections.
+    The terms are "simcse", "sentence" and "token"; a term of weight 0 is not computed and has no parameters.
+    Sentence vectors and token states have separate projections, so their widths may differ.
     """
 
     needs = Needs(views=2, tokens=True)
@@ -144,22 +94,20 @@ class DSKD(Objective):
         temperature: float = 0.07,
         mask_duplicates: bool = True,
     ) -> None:
-        """Allocate the projections.
+        """Create the projections.
 
         Args:
             reduction: see `direction_loss`.
-            learn_to_student: whether W', from the teacher's space into the student's, is learned or stays random.
+            learn_to_student: learn W', from the teacher's space into the student's; otherwise it stays random.
             temperature: of InfoNCE.
-            mask_duplicates: texts equal to row i's are no negatives of row i.
+            mask_duplicates: other rows of the same text are not negatives.
 
         Raises:
             ConfigError: an option out of its range, or a teacher without token states.
         """
         super().__init__()
         weights = {"simcse_weight": simcse_weight, "sentence_weight": sentence_weight, "token_weight": token_weight}
-        for name, weight in weights.items():
-            check_weight(name, weight)
-        check("*_weight", weights, "sentence or token above 0", bool(sentence_weight or token_weight))
+        check_weights(weights, required=("sentence_weight", "token_weight"))
         check_choice("reduction", reduction, REDUCTIONS)
         check_positive("temperature", temperature)
 
@@ -180,26 +128,31 @@ class DSKD(Objective):
             self.of_student = CrossAttention(width, student.dim)
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The weighted terms, float32 scalars, whatever the autocast state around."""
+        """The weighted terms, float32 scalars, with or without autocast."""
         terms: dict[str, Tensor] = {}
         pooled = student.view(0)[-1]
         with torch.autocast(pooled.device.type, enabled=False):
             if self.to_teacher is not None and self.to_student is not None:
-                said, target = pooled.float(), teacher.vectors.detach().float()
-                there = direction_loss(self.to_teacher(said), target, self.reduction)
-                here = direction_loss(said, nn.functional.linear(target, self.to_student), self.reduction)
-                terms["sentence"] = self.sentence_weight * (there + here)
+                vectors, target = pooled.float(), teacher.vectors.detach().float()
+                in_teacher_space = direction_loss(self.to_teacher(vectors), target, self.reduction)
+                projected = nn.functional.linear(target, self.to_student)
+                in_student_space = direction_loss(vectors, projected, self.reduction)
+                terms["sentence"] = self.sentence_weight * (in_teacher_space + in_student_space)
             if self.of_teacher is not None and self.of_student is not None:
                 mine, theirs = token_states(student, teacher, "dskd")
-                said, target = mine.states.float(), theirs.states.detach().float()
-                of_teacher = self.of_teacher(said, target, theirs.mask)
-                of_student = self.of_student(target, said, mine.mask)
-                here = direction_loss(said, of_teacher, self.reduction, mine.mask & ~mine.special)
-                there = direction_loss(target, of_student, self.reduction, theirs.mask & ~theirs.special)
-                terms["token"] = self.token_weight * (here + there)
-            if self.simcse_weight and student.views > 1:
-                contrast = contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)
-                terms["simcse"] = self.simcse_weight * contrast
+                states, target = mine.states.float(), theirs.states.detach().float()
+                of_teacher = self.of_teacher(states, target, theirs.mask)
+                of_student = self.of_student(target, states, mine.mask)
+                in_student_space = direction_loss(states, of_teacher, self.reduction, mine.mask & ~mine.special)
+                in_teacher_space = direction_loss(target, of_student, self.reduction, theirs.mask & ~theirs.special)
+                terms["token"] = self.token_weight * (in_student_space + in_teacher_space)
+            terms |= simcse_term(
+                student,
+                teacher,
+                weight=self.simcse_weight,
+                temperature=self.temperature,
+                mask_duplicates=self.mask_duplicates,
+            )
         return terms
 
     def projection(self) -> Tensor | None:

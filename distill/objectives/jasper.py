@@ -1,4 +1,4 @@
-"""Jasper and Stella (Zhang et al., 2024): the teacher's vectors, their similarities, and the order of these.
+"""Jasper and Stella (arXiv 2412.19048): the teacher's vectors, their similarities, and the order of these.
 
     loss = cosine_weight * COS + similarity_weight * SIM + triplet_weight * TRI
 
@@ -10,25 +10,26 @@ With s = e W the `(B, d_T)` head of the student's last pooled state e, t the tea
     TRI = mean over {p, q} of relu(margin - sign(T_p - T_q) (S_p - S_q))
 
 SIM and TRI are means over the full width and the shorter `prefixes` of s, each scaled to length 1 again, against
-the teacher at full width (Matryoshka). In the first `stage_one_epochs` epochs the student stands still and the
-head alone learns: counted by `advance`, and only where somebody calls it.
+the teacher at full width (Matryoshka). In the first `stage_one_epochs` epochs, counted by `advance`, only the head is
+trained.
 
-Several teachers are several spaces of the same rows: their unit vectors arrive side by side, over the root of
-their number, which is the concatenation that the authors train on. Nothing here knows of it.
+Several teachers are several spaces of the same rows: their unit vectors are concatenated, over the root of their
+number, as in the authors' training.
 
-The authors' code (preset "paper"), the TALAS authors' port of it (preset "talas-port"), and where we differ:
-- The head has a bias in both. An exported projection is a linear map, so here there is none unless `bias=True`,
-  and a head that has one is not exported. Little is lost: states behind a LayerNorm, and means of them, have a
-  direction in which all are equal, and a linear map makes its constant of that.
-- The paper's stages freeze different parts, the authors' code has no stages; the port has these two.
-- Two pairs that the teacher finds equally similar have no order and add nothing; in the codes they take the one
-  that their places in the batch give them.
+Differences between the authors' code (preset "paper"), its port by the TALAS authors (preset "talas-port") and this
+implementation:
+- The head has a bias in both. An exported projection is a linear map, so here there is none unless `bias=True`, and a
+  head with a bias is not exported. Little is lost: states after a LayerNorm, and means of them, have a constant
+  component, which a linear map can use as a bias.
+- The stages of the paper freeze different parts, the authors' code has no stages; the port has these two.
+- Two pairs that the teacher finds equally similar have no order and add nothing; in the codes their order is that of
+  their positions in the batch.
 - TRI has P^2 entries, 66 million for 128 texts. Its relu is linear in S once it is known which pairs are too
   close, so value and gradient come from counts, taken a few rows at a time: exact, without the P^2 floats.
-- The port has a head of its own for every width, compared with the student's full head instead of the teacher
-  (`matryoshka="heads"`), and sums their terms. Its weights are 0.5, 2, 0.5; stage one trains the full head alone,
-  stage two takes all that at 0.5 beside InfoNCE of the pooled states at 0.5. Its full head is 1,024 wide, which
-  only fits such a teacher; here it is d_T, and no short head is wider.
+- The port has a head for every width, compared with the student's full head instead of the teacher
+  (`matryoshka="heads"`), and sums their terms. Its weights are 0.5, 2, 0.5; stage one trains the full head, stage two
+  all of it at 0.5 plus InfoNCE of the pooled states at 0.5. Its full head is 1,024 wide; here it is d_T, and shorter
+  heads are narrower than that.
 - The port begins stage two with a new optimizer and schedule; here one schedule spans both.
 """
 
@@ -39,24 +40,24 @@ import torch
 from torch import Tensor, nn
 
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
-from distill.objectives.options import check, check_choice, check_count, check_positive, check_weight
-from distill.objectives.simcse import contrast_views
+from distill.objectives.options import check, check_choice, check_count, check_positive, check_weight, check_weights
+from distill.objectives.simcse import simcse_term
 
 MATRYOSHKA = ("prefixes", "heads")
-# Differences of pairs that `order_loss` holds at a time: 4 MiB a float32 tensor.
+# Differences of pairs that `order_loss` computes at a time: 4 MiB per float32 tensor.
 BLOCK = 1 << 20
 
 
 def order_loss(scores: Tensor, guide: Tensor, margin: float) -> Tensor:
-    """`mean over {p, q} of relu(margin - sign(guide_p - guide_q) (scores_p - scores_q))`, ties of the guide adding 0.
+    """`mean over {p, q} of relu(margin - sign(guide_p - guide_q) (scores_p - scores_q))`, ties of the guide are 0.
 
     Args:
-        scores, guide: `(P,)` float32; no gradient flows into the guide. Fewer than 2 give 0.
-        margin: by how much two scores must differ in the guide's direction.
+        scores, guide: `(P,)` float32; the guide gets no gradient. Fewer than 2 give 0.
+        margin: least difference of two scores in the guide's direction.
     """
     count = len(scores)
     with torch.no_grad():
-        slopes = torch.zeros_like(scores)  # of the sum over pairs, by every score
+        slopes = torch.zeros_like(scores)  # gradient of the sum over pairs
         close = scores.new_zeros(())  # pairs closer than the margin, each counted from both ends
         for start in range(0, count, max(1, BLOCK // max(1, count))):
             rows = slice(start, start + max(1, BLOCK // count))
@@ -64,14 +65,14 @@ def order_loss(scores: Tensor, guide: Tensor, margin: float) -> Tensor:
             above *= above * (scores[rows, None] - scores) < margin
             slopes[rows] = -above.sum(1)
             close += above.abs_().sum()
-        centre = scores.mean() if count else 0  # the slopes sum to 0: taking the mean off saves digits
-    return ((slopes * (scores - centre)).sum() + margin * close / 2) / max(1, count * (count - 1) // 2)
+        center = scores.mean() if count else 0  # the slopes sum to 0; subtracting the mean reduces rounding
+    return ((slopes * (scores - center)).sum() + margin * close / 2) / max(1, count * (count - 1) // 2)
 
 
 class Jasper(Objective):
-    """The terms are "cosine", "similarity", "triplet", and "simcse" where it has a weight.
+    """Vectors, similarities and their order match those of one or more teachers (Jasper and Stella, arXiv 2412.19048).
 
-    A term of weight 0 is neither computed nor returned.
+    The terms are "cosine", "similarity", "triplet" and "simcse"; a term of weight 0 is neither computed nor returned.
     """
 
     needs = Needs()
@@ -108,19 +109,19 @@ class Jasper(Objective):
         temperature: float = 0.1,
         mask_duplicates: bool = True,
     ) -> None:
-        """Allocate the head, in torch's default initial values.
+        """Create the heads, with torch's default initial values.
 
         Args:
-            simcse_weight: share, below 1, of InfoNCE between two views of the pooled state in stage two; the other
-                terms share the rest.
+            simcse_weight: share, below 1, of InfoNCE between two views of the pooled state in stage two; the sum of the
+                other terms has the rest.
             margin: of the triplet term, in cosines.
-            prefixes: widths below d_T that are trained too; others are left out.
-            matryoshka: "prefixes" cuts the head's vector; "heads" learns a head for each width, which follows
-                the student's own full head.
-            bias: of the heads; with one, `projection` is None.
-            stage_one_epochs: in which the heads alone learn; 0 is one stage.
+            prefixes: shorter widths to train; those of d_T or more are ignored.
+            matryoshka: "prefixes" truncates the vector; "heads" learns a head per width, whose target is the
+                student's full head.
+            bias: add a bias to the heads; `projection` is None then.
+            stage_one_epochs: first epochs that train only the heads.
             temperature: of InfoNCE.
-            mask_duplicates: texts equal to row i's are no negatives of row i in InfoNCE.
+            mask_duplicates: other rows of the same text are not negatives in InfoNCE.
 
         Raises:
             ConfigError: an option out of its range.
@@ -131,9 +132,9 @@ class Jasper(Objective):
             "similarity_weight": similarity_weight,
             "triplet_weight": triplet_weight,
         }
-        for name, weight in {**weights, "simcse_weight": simcse_weight, "stage_one_epochs": stage_one_epochs}.items():
-            check_weight(name, weight)
-        check("*_weight", weights, "at least one above 0", any(weights.values()))
+        check_weights(weights)
+        check_weight("simcse_weight", simcse_weight)
+        check_weight("stage_one_epochs", stage_one_epochs)
         check("simcse_weight", simcse_weight, "a number below 1", simcse_weight < 1)
         check_weight("margin", margin)
         check(
@@ -157,11 +158,11 @@ class Jasper(Objective):
         )
 
     def advance(self, epoch: float) -> None:
-        """Stage one lasts until `stage_one_epochs`; before the first call all learn."""
+        """Start stage two after `stage_one_epochs`; without a call there is no stage one."""
         self.in_stage_one = epoch < self.head_only_epochs
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The weighted terms, float32 scalars, whatever the autocast state around."""
+        """The weighted terms, float32 scalars, with or without autocast."""
         pooled = student.view(0)[-1]
         if self.in_stage_one:
             pooled = pooled.detach()
@@ -170,21 +171,24 @@ class Jasper(Objective):
         if self.in_stage_one or not self.simcse_weight:
             return terms
         terms = {name: (1 - self.simcse_weight) * value for name, value in terms.items()}
-        if student.views > 1:
-            contrast = contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)
-            terms["simcse"] = self.simcse_weight * contrast
-        return terms
+        return terms | simcse_term(
+            student,
+            teacher,
+            weight=self.simcse_weight,
+            temperature=self.temperature,
+            mask_duplicates=self.mask_duplicates,
+        )
 
     def projection(self) -> Tensor | None:
-        """`(d_T, d_s)` weight of the head; None where it has a bias, without which it gives other vectors."""
+        """`(d_T, d_s)` weight of the head; None if it has a bias, without which vectors would differ."""
         return self.head.weight if self.head.bias is None else None
 
     def _terms(self, pooled: Tensor, target: Tensor) -> dict[str, Tensor]:
-        said = unit(self.head(pooled))
+        projected = unit(self.head(pooled))
         terms = {}
         if self.weights["cosine_weight"]:
-            terms["cosine"] = self.weights["cosine_weight"] * (1 - (said * target).sum(-1)).mean()
-        compared = self._compared(pooled, said, target)
+            terms["cosine"] = self.weights["cosine_weight"] * (1 - (projected * target).sum(-1)).mean()
+        compared = self._compared(pooled, projected, target)
         if self.weights["similarity_weight"]:
             gaps = torch.stack([(mine @ mine.T - theirs @ theirs.T).square().mean() for mine, theirs in compared])
             terms["similarity"] = self.weights["similarity_weight"] * self._over_widths(gaps)
@@ -199,13 +203,13 @@ class Jasper(Objective):
             terms["triplet"] = self.weights["triplet_weight"] * self._over_widths(orders)
         return terms
 
-    def _compared(self, pooled: Tensor, said: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Unit vectors of every width with those that they follow."""
+    def _compared(self, pooled: Tensor, projected: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of unit vectors and targets, one per width."""
         if self.short_heads and self.in_stage_one:
-            return [(said, target)]
+            return [(projected, target)]
         if self.short_heads:
-            return [(said, target), *((unit(head(pooled)), said) for head in self.short_heads)]
-        return [(said, target), *((unit(said[:, :width]), target) for width in self.prefixes)]
+            return [(projected, target), *((unit(head(pooled)), projected) for head in self.short_heads)]
+        return [(projected, target), *((unit(projected[:, :width]), target) for width in self.prefixes)]
 
     def _over_widths(self, losses: Tensor) -> Tensor:
         return losses.sum() if self.short_heads else losses.mean()

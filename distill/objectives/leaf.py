@@ -1,25 +1,25 @@
-"""LEAF: the student's vector, projected, is the teacher's; distance without the square.
+"""LEAF (arXiv 2509.12539): the projected vector of the student equals that of the teacher; unsquared distance.
 
     loss = LEAF + minilm_weight * MiniLM + tinybert_weight * TinyBERT + distilbert_weight * DistilBERT
     LEAF = mean_i ||y_i - t_i||_2,     y_i = Norm(e_i W_out)
 
 e is the last layer's `(B, d_s)` pooled state, W_out a bias-free `(d_s, d_T)` projection with torch's initial values,
-`projection()`. Norm is there only if the teacher's vectors have length 1. The gradient of the distance is a unit
-vector whatever the error; the root is of the sum plus 1e-12, which has a slope at 0. The training code is not public:
-`squared=True` is what a third party's summary writes.
+`projection()`. Norm is applied only if the teacher's vectors have unit length. The gradient of the distance is a unit
+vector for any error; the root is of the sum plus 1e-12, for a finite slope at 0. The training code is not public:
+`squared=True` follows a third party's summary.
 
-The paper's appendix adds the losses of three older methods and finds them harmful; they train nothing of W_out. They
-compare the k-th token of both models, so the tokenizers must agree; a text that only one of them truncates is left
-out. With C the width of a head, H the last states, means over the tokens of the batch:
+The paper's appendix adds the losses of three older methods and finds them harmful; they do not train W_out. They
+compare the k-th tokens of both models, so the tokenizers must agree; a text that only one of them truncates is
+skipped. With C the width of a head, H the last states, means over the tokens of the batch:
 
     DistilBERT = mean over tokens of  1 - cos(H^S W_map, H^T)
     MiniLM     = mean over heads and query tokens of  KL(T || S)  of softmax(QK^T / sqrt(C)), and of
                  softmax(VV^T / sqrt(C)), in the last block; the sum of the two
     TinyBERT   = sum over blocks l of  MSE(h^S_l W_map, h^T_g(l)) + MSE(A^S_l, A^T_g(l)),   g(l) = floor(L_T / L_S) l
 
-W_map is one bias-free linear map into the width of the teacher's states, and nothing where the widths agree. A are
-the attention maps; the original TinyBERT compares them before the softmax and the embedding layers too. MiniLM and
-TinyBERT need an online teacher: no cache keeps every layer and head. The paper gives no weights.
+W_map is one bias-free linear map to the width of the teacher's states, or nothing if the widths are equal. A are the
+attention maps; the original TinyBERT compares them before the softmax, and the embedding layers too. MiniLM and
+TinyBERT need an online teacher, because a cache does not hold every layer and head. The paper gives no weights.
 """
 
 import math
@@ -44,12 +44,15 @@ from distill.objectives.base import (
 from distill.objectives.options import check_weight
 
 EPS = 1e-12
-# Stands for a logit of padding; finite, so that a text without tokens has no NaN.
+# Logit of padding; finite, so that a text without tokens has no NaN.
 NO_TOKEN = -1e9
 
 
 class Leaf(Objective):
-    """The terms are "leaf" and, where asked for, "minilm", "tinybert" and "distilbert"."""
+    """The projected vector of the student equals that of the teacher (LEAF, arXiv 2509.12539).
+
+    The terms are "leaf" and, if weighted, "minilm", "tinybert" and "distilbert".
+    """
 
     terms = ("leaf", "minilm", "tinybert", "distilbert")
     presets: ClassVar[dict[str, dict[str, object]]] = {"paper": {}}
@@ -65,14 +68,14 @@ class Leaf(Objective):
         tinybert_weight: float = 0.0,
         distilbert_weight: float = 0.0,
     ) -> None:
-        """Allocate W_out, and W_map where an added loss compares states of different widths.
+        """Create W_out, and W_map if an added loss compares states of different widths.
 
         Args:
-            squared: the mean of the squared distances instead.
-            normalize: both vectors to length 1; None does so unless the teacher's are known to have other lengths.
+            squared: use the mean of the squared distances.
+            normalize: scale both vectors to unit length; None does unless the teacher is known not to.
 
         Raises:
-            ConfigError: a weight below 0, or an added loss that these two models do not allow.
+            ConfigError: a weight below 0, or an added loss that does not fit the two models.
         """
         super().__init__()
         weights = {"minilm": minilm_weight, "tinybert": tinybert_weight, "distilbert": distilbert_weight}
@@ -91,14 +94,14 @@ class Leaf(Objective):
         self.token_map: nn.Module = nn.Identity()
         if (tinybert_weight or distilbert_weight) and teacher.token_dim not in (None, student.dim):
             self.token_map = nn.Linear(student.dim, teacher.token_dim, bias=False)
-        # Teacher blocks per student block; 1 where it is not asked for.
+        # Teacher blocks per student block; used by TinyBERT only.
         self.stride = teacher.layers // student.layers if tinybert_weight and teacher.layers else 1
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The weighted terms, float32 scalars, whatever the autocast state around.
+        """The weighted terms, float32 scalars, with or without autocast.
 
         Raises:
-            NeedsNotMet: an added loss is asked for, but not the token states that it needs.
+            NeedsNotMet: token states that an added loss needs are missing.
         """
         states = student.view(0)[-1]
         with torch.autocast(states.device.type, enabled=False):
@@ -111,15 +114,15 @@ class Leaf(Objective):
         """`(d_T, d_s)` weight of W_out."""
         return self.out.weight
 
-    def _distance(self, found: Tensor, wanted: Tensor) -> Tensor:
+    def _distance(self, projected: Tensor, target: Tensor) -> Tensor:
         if self.normalize:
-            found, wanted = unit(found), unit(wanted)
-        squares = (found - wanted).square().sum(-1)
+            projected, target = unit(projected), unit(target)
+        squares = (projected - target).square().sum(-1)
         return (squares if self.squared else (squares + EPS).sqrt()).mean()
 
     def _added(self, student: TokenStates | None, teacher: TokenStates | None) -> dict[str, Tensor]:
         if student is None or teacher is None:
-            raise NeedsNotMet("objective leaf: its added losses need the token states of student and teacher")
+            raise NeedsNotMet("objective leaf: the added losses need token states of student and teacher")
         pairing = _Pairing(student.mask, teacher.mask)
         terms: dict[str, Tensor] = {}
         if self.weights["distilbert"]:
@@ -135,7 +138,7 @@ class Leaf(Objective):
         """Means over tokens, and over pairs of them, summed over the student's blocks."""
         blocks = len(student.attention)
         matched = slice(self.stride - 1, self.stride * blocks, self.stride)
-        # The batch in front: (B, L, n, d) and (B, L, heads, n, n).
+        # Batch first: (B, L, n, d) and (B, L, heads, n, n).
         mine, theirs = pairing.tokens(student.hidden[1:].transpose(0, 1), teacher.hidden[1:][matched].transpose(0, 1))
         states = pairing.mean((self.token_map(mine) - theirs).square().mean(-1).sum(1))
         mine, theirs = pairing.pairs(student.attention.transpose(0, 1), teacher.attention[matched].transpose(0, 1))
@@ -143,15 +146,15 @@ class Leaf(Objective):
 
 
 class _Pairing:
-    """The k-th token of each text in one model with its k-th in the other, on whichever side either is padded.
+    """Pairs of the k-th tokens of each text in both models, padded on either side.
 
     Attributes:
-        mask: `(B, m)` bool, the tokens of texts that both models cut into as many.
+        mask: `(B, m)` bool, the tokens of texts that have equally many tokens in both models.
     """
 
     def __init__(self, student: Tensor, teacher: Tensor) -> None:
         width = min(student.shape[1], teacher.shape[1])
-        # Tokens first, in their order, then padding.
+        # Tokens first, in order, then padding.
         self._orders = [
             mask.int().argsort(dim=1, descending=True, stable=True)[:, :width] for mask in (student, teacher)
         ]
@@ -168,18 +171,18 @@ class _Pairing:
         return self._picked(*self._picked(student, teacher, -2), -1)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Of `(B, m)` over the tokens; 0 if there are none."""
+        """Mean of `(B, m)` over the tokens; 0 if there are none."""
         return values.where(self.mask, 0).sum() / self.mask.sum().clamp(min=1)
 
     def mean_of_pairs(self, values: Tensor) -> Tensor:
-        """Of `(B, m, m)` over the pairs of tokens of one text."""
+        """Mean of `(B, m, m)` over the pairs of tokens of one text."""
         pairs = self.mask[:, :, None] & self.mask[:, None, :]
         return values.where(pairs, 0).sum() / pairs.sum().clamp(min=1)
 
     def _picked(self, student: Tensor, teacher: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         shape = [len(self.mask)] + [1] * (student.ndim - 1)
         shape[dim] = -1
-        # Padding may hold anything, NaN too: it is left out here, since a NaN that is masked later has a gradient.
+        # Padding may hold NaN, which would have a gradient even if masked later.
         padding = ~self.mask.reshape(shape)
         mine, theirs = (order.reshape(shape) for order in self._orders)
         return (
@@ -189,7 +192,7 @@ class _Pairing:
 
 
 def _minilm(pairing: _Pairing, student: Internals, teacher: Internals) -> Tensor:
-    """KL(teacher || student) of the last block's attention, and of the relations between its values."""
+    """KL(teacher || student) of the last block's attention and value relations."""
     mine, theirs = pairing.pairs(student.attention[-1], teacher.attention[-1])
     attention = (torch.xlogy(theirs, theirs) - theirs * mine.clamp(min=EPS).log()).sum(-1)
     mine, theirs = (_relation(values, pairing.mask) for values in pairing.tokens(student.values, teacher.values))
@@ -205,29 +208,29 @@ def _relation(values: Tensor, mask: Tensor) -> Tensor:
 
 def _internals(student: TokenStates, teacher: TokenStates) -> tuple[Internals, Internals]:
     if student.internals is None or teacher.internals is None:
-        raise NeedsNotMet("objective leaf: minilm and tinybert need every layer and head of student and teacher")
+        raise NeedsNotMet("objective leaf: minilm and tinybert need all layers and heads of student and teacher")
     return student.internals, teacher.internals
 
 
 def _check_models(name: str, student: StudentShape, teacher: TeacherShape) -> None:
-    """Refuse an added loss that these two models do not allow, and say why."""
+    """Raise `ConfigError` if an added loss does not fit the two models."""
     option = f"objective option {name}_weight"
     if teacher.token_dim is None:
-        raise ConfigError(f"{option}: it compares token states, and of this teacher only sentence vectors are known")
+        raise ConfigError(f"{option}: compares token states, but only sentence vectors of this teacher are available")
     if name == "distilbert":
         return
     if teacher.layers is None or teacher.heads is None:
         raise ConfigError(
-            f"{option}: it compares attention head by head, and this teacher's layers and heads are not known; "
-            "only an online teacher shows them"
+            f"{option}: compares attention head by head, but the layers and heads of this teacher are unknown; use "
+            "teacher.mode=online"
         )
     if teacher.heads != student.heads:
         raise ConfigError(
-            f"{option}: it compares attention head by head, the student has {student.heads} heads and the teacher "
-            f"{teacher.heads}; distilbert_weight needs no equal heads"
+            f"{option}: compares attention head by head, but the student has {student.heads} heads and the teacher "
+            f"{teacher.heads}; distilbert_weight works with any number of heads"
         )
     if name == "tinybert" and teacher.layers < student.layers:
         raise ConfigError(
-            f"{option}: each layer of the student needs one of the teacher, the student has {student.layers} and the "
-            f"teacher {teacher.layers}"
+            f"{option}: pairs each layer of the student with one of the teacher, but the student has {student.layers} "
+            f"and the teacher {teacher.layers}"
         )

@@ -1,37 +1,45 @@
-"""Checks of objectives' options: one line says what was expected and what was found."""
+"""Checks of objectives' options; a message says what was expected and what was found."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from distill.errors import ConfigError
 
 
 def check(option: str, value: object, expected: str, fits: bool) -> None:
-    """Raise `ConfigError` unless the option's value fits."""
+    """Raise `ConfigError` unless `fits`."""
     if not fits:
         raise ConfigError(f"objective option {option}: expected {expected}, found {value!r}")
 
 
 def check_positive(option: str, value: object) -> None:
-    """A number above 0."""
+    """Check for a number above 0."""
     check(option, value, "a number above 0", _is_number(value) and 0 < value < math.inf)  # type: ignore[operator]
 
 
 def check_weight(option: str, value: object) -> None:
-    """A number of at least 0."""
+    """Check for a number of at least 0."""
     check(option, value, "a number >= 0", _is_number(value) and 0 <= value < math.inf)  # type: ignore[operator]
 
 
+def check_weights(weights: Mapping[str, object], required: Collection[str] = ()) -> None:
+    """Check for numbers of at least 0, at least one of `required` (default: all) above 0."""
+    for option, weight in weights.items():
+        check_weight(option, weight)
+    required = required or list(weights)
+    check("*_weight", dict(weights), f"{' or '.join(required)} above 0", any(weights[name] for name in required))
+
+
 def check_choice(option: str, value: object, choices: Collection[str]) -> None:
-    """One of these names."""
+    """Check for one of these names."""
     check(option, value, f"one of {', '.join(choices)}", value in choices)
 
 
-def check_count(option: str, value: object, low: int, high: int | None, of: str = "") -> None:
-    """A whole number from `low` to `high`; `of` says where the bound comes from."""
+def check_count(option: str, value: object, low: int, high: int | None, reason: str = "") -> None:
+    """Check for an integer from `low` to `high`; `reason` explains the bound."""
     upper = f" to {high}" if high is not None else " on"
     fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= (value if high is None else high)
-    check(option, value, f"a whole number from {low}{upper}{f' ({of})' if of else ''}", fits)
+    check(option, value, f"a whole number from {low}{upper}{f' ({reason})' if reason else ''}", fits)
 
 
 def _is_number(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Unsupervised SimCSE (Gao et al., EMNLP 2021): two dropout views of a text attract, other texts repel."""
+"""Unsupervised SimCSE (Gao et al., EMNLP 2021): contrast of two dropout views of a text with the rest of the batch."""
 
 import math
 from typing import ClassVar
@@ -11,13 +11,13 @@ from distill.objectives.options import check_positive
 
 
 def info_nce(first: Tensor, second: Tensor, temperature: float, text_ids: Tensor | None = None) -> Tensor:
-    """`mean_i -log softmax_j(cos(first_i, second_j) / temperature)[i]`: first to second, within the batch.
+    """`mean_i -log softmax_j(cos(first_i, second_j) / temperature)[i]`: InfoNCE with in-batch negatives.
 
     Args:
-        first, second: `(B, d)`, row i of both from the same text; computed in float32, outside autocast.
+        first, second: `(B, d)`, row i of both from the same text; computed in float32, without autocast.
         temperature: > 0.
-        text_ids: `(B,)`; where given, another row of the same text is no negative and leaves the sum. None
-            keeps every other row as a negative, as the published codes do.
+        text_ids: `(B,)`; other rows of the same text are not negatives. None makes every other row a negative, as
+            the published codes do.
     """
     with torch.autocast(first.device.type, enabled=False):
         logits = unit(first) @ unit(second).T / temperature
@@ -27,17 +27,24 @@ def info_nce(first: Tensor, second: Tensor, temperature: float, text_ids: Tensor
         return torch.nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
 
-def contrast_views(student: StudentOutput, teacher: TeacherTargets, temperature: float, *, mask: bool) -> Tensor:
-    """`info_nce` from the first to the second view of the last layer; `mask` takes equal texts for no negatives."""
-    text_ids = teacher.text_ids if mask else None
-    return info_nce(student.view(0)[-1], student.view(1)[-1], temperature, text_ids)
+def simcse_term(
+    student: StudentOutput, teacher: TeacherTargets, *, weight: float, temperature: float, mask_duplicates: bool
+) -> dict[str, Tensor]:
+    """`weight * info_nce` of the last layer, view 1 to view 2, as the term "simcse".
+
+    Empty if the weight is 0 or there is only one view.
+    """
+    if not weight or student.views < 2:
+        return {}
+    text_ids = teacher.text_ids if mask_duplicates else None
+    return {"simcse": weight * info_nce(student.view(0)[-1], student.view(1)[-1], temperature, text_ids)}
 
 
 class SimCSE(Objective):
-    """`info_nce` between two views of the last layer; the teacher's vectors are not looked at.
+    """Contrast of two dropout views of a text, without a teacher (SimCSE, EMNLP 2021).
 
-    It is the control without a teacher. The paper trains through an extra tanh layer on [CLS] and drops it
-    afterwards; here the pooled state itself is trained, so that what is trained is what is exported.
+    The paper trains through an extra tanh layer on [CLS] and drops it afterwards; here the pooled state itself is
+    trained, so that what is trained is what is exported.
     """
 
     needs = Needs(views=2)
@@ -56,7 +63,7 @@ class SimCSE(Objective):
         temperature: float = 0.05,
         mask_duplicates: bool = True,
     ) -> None:
-        """See `info_nce`; `student` and `teacher` are part of every objective's signature and unused.
+        """See `info_nce`; `student` and `teacher` are unused.
 
         Raises:
             ConfigError: `temperature` is not a positive number.
@@ -67,7 +74,7 @@ class SimCSE(Objective):
         self.mask_duplicates = mask_duplicates
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The one term, "simcse"; none where there is no second view."""
-        if student.views < 2:
-            return {}
-        return {"simcse": contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)}
+        """The term "simcse"; empty without a second view."""
+        return simcse_term(
+            student, teacher, weight=1.0, temperature=self.temperature, mask_duplicates=self.mask_duplicates
+        )

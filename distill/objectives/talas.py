@@ -1,4 +1,4 @@
-"""TALAS: top layers anchored to the cached teacher vector, every layer aligned to the one above it.
+"""TALAS (arXiv 2606.21851): top layers anchored to the teacher's vector, each layer aligned with the one above it.
 
     loss = tamd_weight * TAMD + lasd_weight * LASD + simcse_weight * SimCSE
 
@@ -9,18 +9,18 @@ W_l a projection `(d_s, d_T)`, and R_l the `(B, B)` cosines of the batch at laye
     LASD   = mean over pairs (l, l+1) of    (1 / B^2) ||R_{l+1} - R_l||_F^2         view 1
     SimCSE = `distill.objectives.simcse.info_nce` of the last layer, view 1 to view 2
 
-The paper trains it with sharpness-aware steps, which live in `distill.sharpness`.
+The paper trains with sharpness-aware steps: `distill.sharpness`.
 
-Where the paper and its published code differ:
-- Pairs. The paper's formula runs over blocks only, the code also pairs the embedding layer with block 1. With
-  [CLS] pooling that layer says the same of every text, so the pair teaches block 1 to collapse: it is left
-  out for "cls" (`start_layer=1`) and kept for other poolings (0). Preset "official" is 0 throughout.
-- The prose calls the upper layer of a pair the guide, but neither formula nor code stops its gradient.
+Differences between the paper, its code and this implementation:
+- Pairs. The formula in the paper covers blocks only; the code also pairs the embedding layer with block 1. With [CLS]
+  pooling that layer is the same for every text, so the pair would collapse block 1: it is left out for "cls"
+  (`start_layer=1`) and kept for other poolings (0). Preset "official" is 0 throughout.
+- The prose calls the upper layer of a pair the guide, but formula and code do not stop its gradient.
   `detach_guide=True` does.
-- Repeated texts in a batch count as each other's negatives in the code. Here they are masked.
-- The code allocates a head for every layer; here only for the anchored ones.
+- Repeated texts of a batch are negatives of each other in the code; here they are masked.
+- The code allocates a head for every layer; here only anchored layers have one.
 - The code computes under float16 autocast, whose rounding is as large as the differences R_{l+1} - R_l. Here
-  everything is float32 outside autocast (TF32 matrix products, where switched on, round like float16 again).
+  everything is float32 without autocast (TF32 matrix products, if enabled, round like float16 again).
 
 Under gradient accumulation LASD and SimCSE see one micro-batch at a time.
 """
@@ -32,17 +32,18 @@ from torch import Tensor, nn
 
 from distill.errors import ConfigError
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
-from distill.objectives.options import check, check_choice, check_count, check_positive, check_weight
-from distill.objectives.simcse import contrast_views
+from distill.objectives.options import check_choice, check_count, check_positive, check_weights
+from distill.objectives.simcse import simcse_term
 
 VIEWS = ("dropout", "pair")
 HEADS = ("learned", "identity")
 
 
 class Talas(Objective):
-    """Teacher-anchored and layer-aligned distillation; the terms are "tamd", "lasd" and "simcse".
+    """Top layers anchored to the teacher's vector, each layer aligned with the one above it (TALAS, arXiv 2606.21851).
 
-    A term of weight 0 is neither computed nor returned, and owns nothing.
+    The terms are "tamd", "lasd" and "simcse"; a term of weight 0 is neither computed nor returned and has no
+    parameters.
     """
 
     needs = Needs(views=2)
@@ -71,37 +72,33 @@ class Talas(Objective):
         head: str = "learned",
         head_init_std: float = 1e-3,
     ) -> None:
-        """Allocate one bias-free head for each anchored layer.
+        """Create one bias-free head for each anchored layer.
 
         Args:
-            anchored_layers: K, how many layers TAMD anchors, counted from the top (the paper's k is K - 1).
-            start_layer: lower layer of the first pair that LASD aligns; None is 1 for "cls", 0 otherwise.
-            depth: align only this many pairs, the topmost; None aligns all pairs from `start_layer` on.
-            detach_guide: no gradient into the upper layer of a pair.
+            anchored_layers: K, the number of top layers that TAMD anchors (k = K - 1 in the paper).
+            start_layer: lower layer of the first pair of LASD; None is 1 for "cls", 0 otherwise.
+            depth: number of pairs, from the top; None is all pairs from `start_layer` on.
+            detach_guide: stop the gradient into the upper layer of a pair.
             temperature: of SimCSE.
-            mask_duplicates: texts equal to row i's are no negatives of row i.
-            views: where the trainer takes view 2 from: "dropout" encodes the same texts again under other
-                dropout masks, "pair" encodes the second text of each row. Teacher vectors and text ids
-                are of the first text either way.
+            mask_duplicates: other rows of the same text are not negatives.
+            views: view 2 is the same text with another dropout mask ("dropout"), or the second text of a record
+                ("pair"). Teacher vectors and text ids are of the first text either way.
             head: "learned" projects each anchored layer into the teacher's space; "identity" anchors the states
-                themselves, so that the student's own vectors come to lie there (equal widths only).
-            head_init_std: standard deviation of the heads' normal initial values.
+                themselves (equal widths only).
+            head_init_std: standard deviation of the heads' initial values.
 
         Raises:
             ConfigError: an option out of its range.
         """
         super().__init__()
-        weights = {"tamd_weight": tamd_weight, "lasd_weight": lasd_weight, "simcse_weight": simcse_weight}
-        for name, weight in weights.items():
-            check_weight(name, weight)
-        check("*_weight", weights, "at least one above 0", any(weights.values()))
+        check_weights({"tamd_weight": tamd_weight, "lasd_weight": lasd_weight, "simcse_weight": simcse_weight})
         check_positive("head_init_std", head_init_std)
         check_choice("views", views, VIEWS)
         check_positive("temperature", temperature)
         check_choice("head", head, HEADS)
         if head == "identity" and student.dim != teacher.dim:
             raise ConfigError(
-                f"objective option head: 'identity' needs equal widths, the student's is {student.dim} and the "
+                f"objective option head: 'identity' needs equal widths; the student's is {student.dim} and the "
                 f"teacher's {teacher.dim}"
             )
         layers = student.layers
@@ -124,7 +121,7 @@ class Talas(Objective):
             nn.init.normal_(projection, std=head_init_std)
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The weighted terms, float32 scalars, whatever the autocast state around."""
+        """The weighted terms, float32 scalars, with or without autocast."""
         terms: dict[str, Tensor] = {}
         layers = student.view(0)
         with torch.autocast(layers.device.type, enabled=False):
@@ -132,13 +129,17 @@ class Talas(Objective):
                 terms["tamd"] = self.tamd_weight * self._anchoring(layers, teacher.vectors.detach())
             if self.lasd_weight:
                 terms["lasd"] = self.lasd_weight * self._alignment(layers)
-            if self.simcse_weight and student.views > 1:
-                contrast = contrast_views(student, teacher, self.temperature, mask=self.mask_duplicates)
-                terms["simcse"] = self.simcse_weight * contrast
+            terms |= simcse_term(
+                student,
+                teacher,
+                weight=self.simcse_weight,
+                temperature=self.temperature,
+                mask_duplicates=self.mask_duplicates,
+            )
         return terms
 
     def projection(self) -> Tensor | None:
-        """`(d_T, d_s)` weight of the last layer's head; None when none is learned."""
+        """`(d_T, d_s)` weight of the last layer's head; None if none is learned."""
         heads = list(self.heads.parameters())
         return heads[-1] if heads else None
 
@@ -152,7 +153,7 @@ class Talas(Objective):
         states = unit(layers[self.first_aligned :])
         grams = states @ states.mT
         guided, guide = grams[:-1], grams[1:]
-        # Every pair has B * B entries, so one mean over all is the mean over pairs of (1 / B^2) ||.||_F^2.
+        # All pairs have B * B entries: one mean over all entries is the mean over pairs of (1 / B^2) ||.||_F^2.
         return (guided - (guide.detach() if self.detach_guide else guide)).square().mean()
 
 
@@ -162,7 +163,8 @@ def _first_aligned(shape: StudentShape, start_layer: int | None, depth: int | No
         start_layer = 1 if shape.pooling == "cls" else 0
         if start_layer == layers:
             raise ConfigError(
-                "talas: a cls-pooled student of 1 layer has no two blocks to align; set start_layer=0 or lasd_weight=0"
+                "objective talas aligns pairs of blocks, and a cls-pooled student of 1 layer has none; set "
+                "start_layer=0 or lasd_weight=0"
             )
     check_count("start_layer", start_layer, 0, layers - 1, f"a student of {layers} layers")
     if depth is None:

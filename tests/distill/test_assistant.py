@@ -1,4 +1,4 @@
-"""Chains: a finished student teaches the next one."""
+"""A finished student is the teacher of the next run."""
 
 import json
 from pathlib import Path
@@ -18,9 +18,7 @@ from tests.conftest import varied_texts
 from tests.distill.tiny_runs import tiny_config
 
 
-def test_a_run_folder_is_a_teacher_and_its_student_trains_the_next(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_a_run_folder_is_a_teacher_of_the_next_run(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     assistant = tmp_path / "assistant"
     run(tiny_config(toy_cache, tiny_student, assistant))
     texts = varied_texts(60, seed=4)
@@ -30,7 +28,7 @@ def test_a_run_folder_is_a_teacher_and_its_student_trains_the_next(
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["encoded"] == 60
     with TeacherCache.open(tmp_path / "cache") as cache:
-        # It is called as the run is, and says what the exported student says.
+        # Named like the run, with the vectors of the exported student.
         assert cache.space().slug.startswith("assistant@")
         said = cache.space().gather(cache.lookup(texts))
     expected = SentenceTransformer(str(assistant / "final"), device="cpu").encode(texts)
@@ -40,7 +38,7 @@ def test_a_run_folder_is_a_teacher_and_its_student_trains_the_next(
     assert (second.steps, record["space"]["teacher"]) == (12, "assistant")
 
 
-def test_a_student_can_begin_where_a_run_ended(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_a_student_can_start_from_a_finished_run(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
     run(tiny_config(toy_cache, tiny_student, first, "training.max_steps=1"))
     run(tiny_config(toy_cache, first, tmp_path / "second", "training.max_steps=1"))
@@ -49,7 +47,7 @@ def test_a_student_can_begin_where_a_run_ended(toy_cache: Path, tiny_student: Pa
     assert Student.load(tiny_config(toy_cache, first, tmp_path / "x").student).shape.dim == 16
 
 
-def test_a_run_that_has_not_finished_is_no_teacher(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_not_a_teacher(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(TeacherError, match="has left no student yet"):
         resolve(TeacherOptions(model=str(tmp_path)))

@@ -169,7 +169,7 @@ def test_states_read_from_a_half_precision_cache_change_the_loss_by_its_rounding
     assert rounded["token"].item() == pytest.approx(exact["token"].item(), abs=4 * 2**-11)
 
 
-def test_the_alignments_that_it_asks_for_exist() -> None:
+def test_its_alignments_exist() -> None:
     asked = {CDM(SHAPE, TEACHER_SHAPE, alignment=name).needs.alignment for name in ("dtw_mean", "dtw_strict")}
     assert asked <= set(METHODS)
     assert CDM(SHAPE, TEACHER_SHAPE).needs.alignment == "dtw_mean"
@@ -185,7 +185,7 @@ def test_the_alignments_that_it_asks_for_exist() -> None:
         ({"sentence_weight": 0}, 2, True, "dtw_mean", {"simcse", "token"}, 1),
     ],
 )
-def test_a_term_of_weight_zero_is_left_out_with_all_it_needs(
+def test_a_term_of_weight_zero_needs_nothing(
     options: dict[str, Any], views: int, tokens: bool, alignment: str | None, names: set[str], owned: int
 ) -> None:
     objective = CDM(SHAPE, TEACHER_SHAPE, **options)
@@ -195,8 +195,8 @@ def test_a_term_of_weight_zero_is_left_out_with_all_it_needs(
     assert len(list(objective.parameters())) == owned
 
 
-def test_a_teacher_without_token_states_is_answered_with_the_way_to_get_them() -> None:
-    with pytest.raises(ConfigError, match=r"objective cdm .* tcache build --columns vectors,tokens"):
+def test_a_teacher_without_token_states_is_refused_with_the_command_that_adds_them() -> None:
+    with pytest.raises(ConfigError, match=r"objective cdm .* `tcache build --columns vectors,tokens"):
         CDM(SHAPE, TeacherShape(dim=7))
     assert CDM(SHAPE, TeacherShape(dim=7), token_weight=0).token_head is None
 
@@ -215,7 +215,7 @@ def test_a_missing_alignment_is_named() -> None:
     ("options", "message"),
     [
         ({"token_weight": -1}, "token_weight"),
-        ({"sentence_weight": 0, "token_weight": 0}, "token or sentence above 0"),
+        ({"sentence_weight": 0, "token_weight": 0}, "token_weight or sentence_weight above 0"),
         ({"alignment": "dtw"}, "alignment: expected one of dtw_mean, dtw_strict, found 'dtw'"),
         ({"reduction": "sum"}, "reduction: expected one of sum_dim, mean, found 'sum'"),
         ({"temperature": 0}, "temperature"),

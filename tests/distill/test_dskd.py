@@ -10,8 +10,9 @@ from torch import Tensor
 
 from distill.errors import ConfigError
 from distill.objectives.base import Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, TokenStates
-from distill.objectives.dskd import DSKD, CrossAttention, direction_loss
+from distill.objectives.dskd import DSKD, CrossAttention
 from distill.objectives.simcse import info_nce
+from distill.objectives.tokens import direction_loss
 from tests.contracts.objective_contract import SHAPE, TEACHER_SHAPE, TEXT_IDS, ObjectiveContract
 
 Array = NDArray[np.float64]
@@ -108,7 +109,7 @@ def test_a_direction_loss_by_hand() -> None:
     assert direction_loss(first, second, "sum_dim", torch.tensor([False, False])).item() == 0
 
 
-def test_a_mean_over_the_width_leaves_next_to_nothing_of_orthogonal_vectors() -> None:
+def test_a_mean_over_the_width_is_tiny_for_orthogonal_vectors() -> None:
     first, second = torch.eye(2, 384), torch.eye(2, 384).flip(0)
     assert direction_loss(first, second, "mean").item() == pytest.approx(2 / 384)
     assert direction_loss(first, second, "sum_dim").item() == pytest.approx(2)
@@ -128,7 +129,7 @@ def test_attention_takes_the_value_of_the_key_that_a_query_matches() -> None:
     assert torch.allclose(found, torch.tensor([[[1.0, 5.0], [0.0, 7.0]]]))
 
 
-def test_a_text_without_a_token_of_its_own_is_finite_and_adds_nothing() -> None:
+def test_a_text_without_tokens_is_finite_and_adds_nothing() -> None:
     torch.manual_seed(1)
     objective = DSKD(SHAPE, TEACHER_SHAPE, simcse_weight=0, sentence_weight=0)
     states, targets = torch.randn(2, 4, 5, requires_grad=True), torch.randn(2, 3, 8)
@@ -181,7 +182,7 @@ def test_the_projection_is_the_one_into_the_teachers_space() -> None:
         ({"sentence_weight": 0}, 2, True, {"simcse", "token"}, 6),
     ],
 )
-def test_a_term_of_weight_zero_is_left_out_with_all_it_needs(
+def test_a_term_of_weight_zero_needs_nothing(
     options: dict[str, Any], views: int, tokens: bool, names: set[str], owned: int
 ) -> None:
     objective = DSKD(SHAPE, TEACHER_SHAPE, **options)
@@ -191,7 +192,7 @@ def test_a_term_of_weight_zero_is_left_out_with_all_it_needs(
     assert len(list(objective.parameters())) == owned
 
 
-def test_a_teacher_without_token_states_is_answered_with_the_way_to_get_them() -> None:
+def test_a_teacher_without_token_states_is_refused_with_the_command_that_adds_them() -> None:
     with pytest.raises(ConfigError, match="tcache build --columns vectors,tokens"):
         DSKD(SHAPE, TeacherShape(dim=7))
     assert DSKD(SHAPE, TeacherShape(dim=7), token_weight=0).of_teacher is None
@@ -207,7 +208,7 @@ def test_missing_token_states_are_named() -> None:
     ("options", "message"),
     [
         ({"simcse_weight": -1}, "simcse_weight"),
-        ({"sentence_weight": 0, "token_weight": 0}, "sentence or token above 0"),
+        ({"sentence_weight": 0, "token_weight": 0}, "sentence_weight or token_weight above 0"),
         ({"reduction": "sum"}, "reduction: expected one of sum_dim, mean, found 'sum'"),
         ({"temperature": 0}, "temperature"),
     ],

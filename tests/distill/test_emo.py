@@ -195,14 +195,14 @@ def test_the_official_preset_equals_the_ports_formulas() -> None:
     assert found["simcse"].item() == pytest.approx(0.5 * contrast.item())
 
 
-def test_masses_of_a_causal_teacher_are_shared_among_the_rows_that_see_a_token() -> None:
+def test_causal_masses_are_divided_by_the_rows_that_see_a_token() -> None:
     student, teacher = batch()
     objective = EMO(SHAPE, replace(TEACHER_SHAPE, causal=True), mass="causal")
     expected = np.mean([numpy_otis(text, double(objective), "causal", 50) for text in by_text(student, teacher)])
     assert objective(student, teacher)["otis"].item() == pytest.approx(0.5 * expected, rel=1e-5)
 
 
-def test_the_most_attended_pairs_are_compared_and_others_do_not_matter() -> None:
+def test_only_the_most_attended_pairs_are_compared() -> None:
     student, teacher = batch()
     objective = EMO(SHAPE, TEACHER_SHAPE)
     assert student.tokens is not None
@@ -218,7 +218,7 @@ def test_the_most_attended_pairs_are_compared_and_others_do_not_matter() -> None
         assert set(reached[number].nonzero()[:, 0].tolist()) == expected
 
 
-def test_attention_that_is_the_teachers_costs_nothing() -> None:
+def test_the_teachers_own_attention_has_no_loss() -> None:
     student, teacher = batch()
     assert teacher.tokens is not None
     assert student.tokens is not None
@@ -227,7 +227,7 @@ def test_attention_that_is_the_teachers_costs_nothing() -> None:
     assert EMO(SHAPE, TEACHER_SHAPE)(here, there)["ira"].item() == pytest.approx(0, abs=1e-6)
 
 
-def test_texts_without_mapped_tokens_are_left_out_and_an_unmapped_batch_is_finite() -> None:
+def test_texts_without_mapped_tokens_are_skipped_and_an_unmapped_batch_is_finite() -> None:
     student, teacher = batch()
     assert teacher.alignment is not None
     objective = EMO(SHAPE, TEACHER_SHAPE)
@@ -306,7 +306,7 @@ def test_the_envelope_has_the_same_loss_and_takes_the_plan_as_a_constant() -> No
 
 
 @pytest.mark.parametrize("preset", EMO.presets)
-def test_it_never_waits_for_the_device(preset: str) -> None:
+def test_it_never_synchronizes_with_the_device(preset: str) -> None:
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
     student, teacher = batch()
@@ -403,7 +403,7 @@ def test_equal_costs_move_mass_in_proportion_and_a_small_epsilon_does_not_overfl
 
 
 @given(st.integers(0, 10**6), st.integers(3, 7))
-def test_cka_knows_neither_turn_nor_scale_nor_shift(seed: int, count: int) -> None:
+def test_cka_is_invariant_to_rotation_scale_and_shift(seed: int, count: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     first, second = torch.randn(1, 1, 7, 5, generator=generator), torch.randn(1, 1, 7, 4, generator=generator)
     chosen = (torch.arange(7) < count)[None]
@@ -419,7 +419,7 @@ def test_cka_knows_neither_turn_nor_scale_nor_shift(seed: int, count: int) -> No
     assert root_cka(other, second, chosen).item() == pytest.approx(expected, abs=1e-5)
 
 
-def test_two_rows_are_always_alike_and_rows_without_variation_never() -> None:
+def test_cka_of_two_rows_is_1_and_without_variation_0() -> None:
     rows = torch.randn(1, 1, 3, 4, generator=torch.Generator().manual_seed(0))
     others = torch.randn(1, 1, 3, 6, generator=torch.Generator().manual_seed(1))
     two = torch.tensor([[True, True, False]])
@@ -440,7 +440,7 @@ def test_layers_are_paired_from_the_bottom_as_published_or_from_the_top() -> Non
         layer_pairs(6, 2, 1, "bottom")
 
 
-def test_it_asks_for_the_maps_of_its_layers_in_pairs() -> None:
+def test_it_needs_the_maps_of_its_layer_pairs() -> None:
     needs = EMO(SHAPE, TEACHER_SHAPE).needs
     assert (needs.views, needs.tokens, needs.alignment, needs.importance) == (2, True, "offset", True)
     assert needs.attention == MAPS
@@ -448,7 +448,7 @@ def test_it_asks_for_the_maps_of_its_layers_in_pairs() -> None:
     assert EMO(SHAPE, TEACHER_SHAPE, alpha=0).needs.views == 1
 
 
-def test_terms_of_weight_0_ask_for_nothing_and_own_nothing() -> None:
+def test_terms_of_weight_0_need_nothing_and_have_no_parameters() -> None:
     plain = EMO(SHAPE, TeacherShape(dim=7), alpha=1)
     assert (plain.needs.tokens, plain.needs.alignment, plain.needs.attention) == (False, None, ())
     assert not list(plain.parameters())
@@ -457,12 +457,12 @@ def test_terms_of_weight_0_ask_for_nothing_and_own_nothing() -> None:
     assert not list(EMO(SHAPE, TEACHER_SHAPE, otis_weight=0).parameters())
 
 
-def test_a_cache_of_sentence_vectors_is_refused_with_the_command_that_fills_it() -> None:
+def test_a_cache_of_sentence_vectors_is_refused_with_the_command_that_adds_tokens() -> None:
     command = r"tcache build --columns vectors,tokens,attention --attention-layers"
     student = StudentShape(dim=5, layers=6, pooling="mean")
-    with pytest.raises(ConfigError, match=command + " 10,12$"):
+    with pytest.raises(ConfigError, match=command + " 10,12`$"):
         EMO(student, TeacherShape(dim=7, layers=12))
-    with pytest.raises(ConfigError, match=command + " 10,12 for a teacher of 12 layers"):
+    with pytest.raises(ConfigError, match=command + " 10,12` for a teacher of 12 layers"):
         EMO(student, TeacherShape(dim=7))
 
 
@@ -470,7 +470,7 @@ def test_it_takes_every_alignment_that_is_one_to_one() -> None:
     assert ALIGNMENTS == ONE_TO_ONE
 
 
-def test_what_was_asked_for_and_not_given_is_named() -> None:
+def test_a_missing_input_is_named() -> None:
     student, teacher = batch()
     objective = EMO(SHAPE, TEACHER_SHAPE)
     with pytest.raises(ConfigError, match="given no alignment"):
@@ -483,7 +483,7 @@ def test_what_was_asked_for_and_not_given_is_named() -> None:
     ("options", "message"),
     [
         ({"alpha": 1.5}, "alpha: expected a number from 0 to 1, found 1.5"),
-        ({"alpha": 0, "ira_weight": 0, "otis_weight": 0}, "expected a term left"),
+        ({"alpha": 0, "ira_weight": 0, "otis_weight": 0}, "expected at least one term above 0"),
         ({"alignment": "dtw_mean"}, "alignment: expected one of offset, mined_types"),
         ({"attention_layers": 4}, r"attention_layers: expected a whole number from 1 to 3 \(a student of 3 layers\)"),
         ({"divisor": 0}, "divisor: expected a whole number from 1 on"),

@@ -152,7 +152,7 @@ def test_order_loss_by_hand() -> None:
     assert order_loss(scores, -guide, 0.4).item() == pytest.approx((0.6 + 0.9 + 0.7) / 3)
 
 
-def test_what_the_teacher_finds_equally_similar_has_no_order() -> None:
+def test_ties_of_the_teacher_have_no_order() -> None:
     scores = torch.tensor([0.9, 0.1], requires_grad=True)
     loss = order_loss(scores, torch.tensor([1.0, 1.0]), 0.4)
     loss.backward()
@@ -204,13 +204,13 @@ def test_the_triplet_of_a_large_batch_never_holds_all_differences_at_once() -> N
     assert largest.numbers <= jasper.BLOCK
 
 
-def test_prefixes_that_are_no_shorter_than_the_teacher_are_left_out() -> None:
+def test_prefixes_not_shorter_than_the_teacher_are_ignored() -> None:
     assert Jasper(SHAPE, TeacherShape(dim=512)).prefixes == [256, 128]
     assert Jasper(SHAPE, TeacherShape(dim=768), prefixes=[64, 768, 64]).prefixes == [64]
     assert Jasper(SHAPE, TeacherShape(dim=7)).prefixes == []
 
 
-def test_two_teachers_side_by_side_are_compared_by_the_mean_of_their_cosines() -> None:
+def test_two_concatenated_teachers_count_with_the_mean_of_their_cosines() -> None:
     one, two = (torch.nn.functional.normalize(torch.randn(4, width), dim=1) for width in (3, 5))
     both = torch.cat([one, two], dim=1) / math.sqrt(2)
     shape = StudentShape(dim=8, layers=1, pooling="mean")
@@ -223,7 +223,7 @@ def test_two_teachers_side_by_side_are_compared_by_the_mean_of_their_cosines() -
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_the_head_is_exported_only_where_a_linear_map_is_all_of_it() -> None:
+def test_a_head_with_bias_is_not_exported() -> None:
     plain = Jasper(SHAPE, WIDE)
     assert plain.projection() is plain.head.weight
     assert plain.head.bias is None
@@ -240,7 +240,7 @@ def test_a_term_of_weight_zero_is_left_out(kept: str) -> None:
     assert objective.needs.views == 1
 
 
-def test_short_heads_without_a_term_that_trains_them_are_not_there() -> None:
+def test_short_heads_exist_only_if_a_term_trains_them() -> None:
     objective = Jasper(SHAPE, WIDE, matryoshka="heads", prefixes=(2,), similarity_weight=0, triplet_weight=0)
     assert len(objective.short_heads) == 0
     assert len(Jasper(SHAPE, WIDE, matryoshka="heads", prefixes=(2,)).short_heads) == 1
@@ -251,7 +251,7 @@ def test_short_heads_without_a_term_that_trains_them_are_not_there() -> None:
     [
         ({"cosine_weight": -1.0}, "cosine_weight: expected a number >= 0"),
         ({"similarity_weight": math.nan}, "similarity_weight"),
-        ({"cosine_weight": 0, "similarity_weight": 0, "triplet_weight": 0}, "at least one above 0"),
+        ({"cosine_weight": 0, "similarity_weight": 0, "triplet_weight": 0}, "_weight above 0"),
         ({"simcse_weight": 1.0}, "simcse_weight: expected a number below 1"),
         ({"margin": -0.1}, "margin"),
         ({"prefixes": 512}, "prefixes: expected a list of widths, found 512"),

@@ -90,7 +90,7 @@ class TestLeafWithDistilBERT(ObjectiveContract):
         return replace(super().teacher(objective, batch), tokens=said)
 
 
-def test_the_distance_is_not_squared_unless_asked_for() -> None:
+def test_the_distance_is_squared_only_by_option() -> None:
     # The errors are (3, 4) and 0: lengths 5 and 0.
     raw = TeacherShape(2, normalized=False)
     assert distance([[4, 5], [1, 2]], [[1, 1], [1, 2]], raw) == pytest.approx(2.5)
@@ -108,14 +108,14 @@ def test_the_distance_is_not_squared_unless_asked_for() -> None:
         (True, False, math.sqrt(20)),
     ],
 )
-def test_vectors_are_normalised_unless_the_teachers_are_known_not_to_be(
+def test_vectors_are_normalized_unless_the_teacher_is_known_not_to_be(
     normalized: bool | None, option: bool | None, expected: float
 ) -> None:
     found = distance([[3, 4]], [[1, 0]], TeacherShape(2, normalized=normalized), normalize=option)
     assert found == pytest.approx(expected)
 
 
-def test_the_loss_and_its_gradient_are_zero_where_the_student_is_the_teacher() -> None:
+def test_loss_and_gradient_are_zero_if_student_equals_teacher() -> None:
     objective = made(StudentShape(2, 1, "mean"), TeacherShape(2, normalized=False))
     torch.nn.init.eye_(objective.out.weight)
     layers = torch.ones(2, 3, 2, requires_grad=True)
@@ -246,7 +246,7 @@ def test_distilbert_by_hand() -> None:
     assert isinstance(objective.token_map, torch.nn.Identity)
 
 
-def test_the_added_losses_are_zero_where_the_student_is_the_teacher() -> None:
+def test_the_added_losses_are_zero_if_student_equals_teacher() -> None:
     teacher = TeacherShape(6, token_dim=6, layers=2, heads=2, causal=False)
     objective = made(teacher=teacher, distilbert_weight=1.0, minilm_weight=1.0, tinybert_weight=1.0)
     for term in added(objective, student_tokens(), student_tokens()).values():
@@ -271,7 +271,7 @@ def wider(said: TokenStates, before: int, after: int) -> TokenStates:
     return replace(padded(said, before, after), internals=more)
 
 
-def test_whatever_stands_at_padding_reaches_neither_loss_nor_gradient() -> None:
+def test_values_at_padding_affect_neither_loss_nor_gradient() -> None:
     objective = made(distilbert_weight=1.0, minilm_weight=1.0, tinybert_weight=1.0)
     student, teacher = student_tokens(), teacher_tokens()
     expected = added(objective, student, teacher)
@@ -302,7 +302,7 @@ def spoilt(said: TokenStates) -> TokenStates:
     return replace(said, states=said.states.masked_fill(away[..., None], math.nan), internals=dirty)
 
 
-def test_a_text_that_one_model_truncates_is_left_out() -> None:
+def test_a_text_that_one_model_truncates_is_skipped() -> None:
     objective = made(distilbert_weight=1.0, minilm_weight=1.0, tinybert_weight=1.0)
     kept = torch.tensor([0, 2])
     student, teacher = student_tokens(), teacher_tokens(torch.tensor([5, 7, 4]))
@@ -314,7 +314,7 @@ def test_a_text_that_one_model_truncates_is_left_out() -> None:
     assert {term.item() for term in nothing.values()} == {0}
 
 
-def test_gradients_of_the_added_losses_reach_the_student_and_its_map_and_never_the_teacher() -> None:
+def test_the_added_losses_train_the_student_and_its_map_but_not_the_teacher() -> None:
     objective = made(distilbert_weight=1.0, minilm_weight=1.0, tinybert_weight=1.0)
     student, teacher = student_tokens(), teacher_tokens()
     assert student.internals is not None
@@ -358,7 +358,7 @@ def test_attention_that_underflows_to_zero_gives_a_finite_loss() -> None:
         ({"tinybert_weight": 0.1}, Needs(tokens=True, same_tokens=True, internals=True), True),
     ],
 )
-def test_it_asks_for_what_the_added_losses_read(options: dict[str, Any], needs: Needs, mapped: bool) -> None:
+def test_needs_of_the_added_losses(options: dict[str, Any], needs: Needs, mapped: bool) -> None:
     objective = made(**options)
     assert objective.needs == needs
     assert [tuple(weight.shape) for weight in objective.token_map.parameters()] == ([(8, 6)] if mapped else [])
@@ -368,30 +368,38 @@ def test_it_asks_for_what_the_added_losses_read(options: dict[str, Any], needs: 
     ("options", "teacher", "message"),
     [
         ({"minilm_weight": -1.0}, TEACHER, "minilm_weight: expected a number >= 0"),
-        ({"distilbert_weight": 1.0}, TeacherShape(7), "distilbert_weight: .* only sentence vectors are known"),
-        ({"minilm_weight": 1.0}, TeacherShape(7), "minilm_weight: .* only sentence vectors are known"),
-        ({"minilm_weight": 1.0}, replace(TEACHER, heads=None), "minilm_weight: .* only an online teacher shows them"),
+        (
+            {"distilbert_weight": 1.0},
+            TeacherShape(7),
+            "distilbert_weight: .* only sentence vectors of this teacher are available",
+        ),
+        (
+            {"minilm_weight": 1.0},
+            TeacherShape(7),
+            "minilm_weight: .* only sentence vectors of this teacher are available",
+        ),
+        ({"minilm_weight": 1.0}, replace(TEACHER, heads=None), "minilm_weight: .* use teacher.mode=online"),
         ({"minilm_weight": 1.0}, replace(TEACHER, heads=3), "the student has 2 heads and the teacher 3"),
         ({"tinybert_weight": 1.0}, replace(TEACHER, heads=3), "tinybert_weight: .* the teacher 3"),
         ({"tinybert_weight": 1.0}, replace(TEACHER, layers=1), "the student has 2 and the teacher 1"),
     ],
 )
-def test_an_option_that_the_models_do_not_allow_is_refused_with_the_reason(
+def test_an_option_that_does_not_fit_the_models_is_refused_with_the_reason(
     options: dict[str, Any], teacher: TeacherShape, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         made(teacher=teacher, **options)
 
 
-def test_unequal_heads_are_no_matter_to_distilbert() -> None:
+def test_distilbert_allows_unequal_heads() -> None:
     objective = made(teacher=replace(TEACHER, heads=3, layers=None), distilbert_weight=1.0)
     assert added(objective, student_tokens(), teacher_tokens()).keys() == {"distilbert"}
 
 
-def test_an_added_loss_without_its_states_says_what_is_missing() -> None:
+def test_an_added_loss_without_states_names_what_is_missing() -> None:
     states = StudentOutput(torch.ones(3, 3, 6), tokens=replace(student_tokens(), internals=None))
     vectors = TeacherTargets(torch.ones(3, 7), torch.arange(3))
-    with pytest.raises(NeedsNotMet, match="need the token states of student and teacher"):
+    with pytest.raises(NeedsNotMet, match="need token states of student and teacher"):
         made(distilbert_weight=1.0)(states, vectors)
-    with pytest.raises(NeedsNotMet, match="need every layer and head of student and teacher"):
+    with pytest.raises(NeedsNotMet, match="need all layers and heads of student and teacher"):
         made(minilm_weight=1.0)(states, replace(vectors, tokens=teacher_tokens()))

@@ -1,4 +1,4 @@
-"""Losses that compare with the teacher are 0 where the student is the teacher, and above 0 beside it."""
+"""Losses that compare with the teacher are 0 if student equals teacher, and above 0 otherwise."""
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ def with_identity(objective: Objective) -> Objective:
     return objective
 
 
-def terms(objective: Objective, said: Tensor) -> dict[str, Tensor]:
-    """Of a student that says this of the texts, in its vectors and in three tokens a text."""
+def terms(objective: Objective, vectors_of_student: Tensor) -> dict[str, Tensor]:
+    """Terms for a student with these vectors, and three tokens a text made of them."""
     mask, special = torch.ones(5, 3, dtype=torch.bool), torch.zeros(5, 3, dtype=torch.bool)
 
     def tokens(vectors: Tensor) -> TokenStates:
         return TokenStates(torch.stack([vectors, vectors.flip(1), -vectors], dim=1), mask, special)
 
-    student = StudentOutput(torch.stack([said] * 3), 1, tokens(said))
+    student = StudentOutput(torch.stack([vectors_of_student] * 3), 1, tokens(vectors_of_student))
     targets = TeacherTargets(
         VECTORS, torch.arange(5), tokens=tokens(VECTORS), alignment=torch.eye(3).expand(5, 3, 3).contiguous()
     )
@@ -44,10 +44,10 @@ def terms(objective: Objective, said: Tensor) -> dict[str, Tensor]:
     ],
     ids=lambda objective: type(objective).__name__,
 )
-def test_a_loss_is_zero_where_the_student_is_the_teacher_and_only_there(objective: Objective) -> None:
+def test_a_loss_is_zero_only_if_student_equals_teacher(objective: Objective) -> None:
     objective = with_identity(objective)
     for name, value in terms(objective, VECTORS).items():
         assert value.item() == pytest.approx(0, abs=1e-5), name
-    beside = VECTORS + 0.1 * torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-    for name, value in terms(objective, beside).items():
+    other = VECTORS + 0.1 * torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    for name, value in terms(objective, other).items():
         assert value.item() > 1e-5, name

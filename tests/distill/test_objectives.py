@@ -11,20 +11,20 @@ from distill.objectives.talas import Talas
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_every_line_of_the_table_loads(name: str) -> None:
+def test_every_objective_of_the_table_loads(name: str) -> None:
     assert issubclass(load_objective(name), Objective)
 
 
-def test_a_class_elsewhere_needs_no_line_in_the_table() -> None:
+def test_a_class_outside_the_table_loads_by_module_and_name() -> None:
     assert load_objective("distill.objectives.talas:Talas") is Talas
 
 
-def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+def test_a_misspelled_name_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'tallas'; did you mean 'talas'"):
         load_objective("tallas")
 
 
-def test_a_name_like_no_other_is_answered_with_the_list() -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"known: .*simcse.*talas"):
         load_objective("zzz")
 
@@ -39,14 +39,12 @@ def test_a_name_like_no_other_is_answered_with_the_list() -> None:
         ("distill.objectives.base:unit", "must name a subclass"),
     ],
 )
-def test_an_address_without_an_objective_is_refused(name: str, message: str) -> None:
+def test_an_import_that_is_not_an_objective_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_objective(name)
 
 
-def test_a_library_missing_inside_a_method_is_not_mistaken_for_a_missing_method(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_import_inside_a_method_is_raised_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_method_of_mine.py").write_text("import a_library_that_nobody_has\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="a_library_that_nobody_has"):

@@ -100,9 +100,7 @@ def test_the_weights_are_those_of_the_paper() -> None:
     scale=st.floats(0.1, 10),
     shift=st.floats(-3, 3),
 )
-def test_a_student_that_is_the_teacher_moved_turned_and_scaled_has_no_loss(
-    seed: int, scale: float, shift: float
-) -> None:
+def test_the_loss_is_invariant_to_translation_rotation_and_scale(seed: int, scale: float, shift: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(5, 4, generator=generator)
     turn, _ = torch.linalg.qr(torch.randn(4, 4, generator=generator))
@@ -111,7 +109,7 @@ def test_a_student_that_is_the_teacher_moved_turned_and_scaled_has_no_loss(
     assert found["angle"].item() == pytest.approx(0, abs=1e-6)
 
 
-def test_normalised_states_are_compared_by_direction_alone() -> None:
+def test_normalized_states_are_compared_by_direction_only() -> None:
     vectors = torch.nn.functional.normalize(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), dim=1)
     states = vectors * torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     ids = torch.arange(4)
@@ -119,7 +117,7 @@ def test_normalised_states_are_compared_by_direction_alone() -> None:
     assert loss(states, vectors, ids).item() > 1
 
 
-def test_two_rows_of_one_text_relate_to_the_others_but_not_to_each_other() -> None:
+def test_two_rows_of_one_text_are_compared_with_others_but_not_with_each_other() -> None:
     apart = torch.tensor([[False, True, False], [True, False, True], [False, True, False]])
     between = differences(TRIANGLE)
     # Of the lengths 3 and 5 that are left, each counts twice: their mean is 4.
@@ -158,7 +156,7 @@ def test_a_batch_of_one_text_repeated_has_no_loss() -> None:
     [
         ({"distance_weight": -1.0}, "distance_weight: expected a number >= 0"),
         ({"angle_weight": math.inf}, "angle_weight: expected a number >= 0"),
-        ({"distance_weight": 0, "angle_weight": 0}, "at least one above 0"),
+        ({"distance_weight": 0, "angle_weight": 0}, "_weight above 0"),
     ],
 )
 def test_an_option_out_of_range_is_refused_by_name(options: dict[str, Any], message: str) -> None:

@@ -57,7 +57,7 @@ def test_info_nce_goes_from_the_first_view_to_the_second_only() -> None:
     assert info_nce(SECOND, FIRST, 0.1).item() == pytest.approx(backwards, rel=1e-5)
 
 
-def test_another_row_of_the_same_text_is_no_negative() -> None:
+def test_another_row_of_the_same_text_is_not_a_negative() -> None:
     assert info_nce(FIRST, SECOND, 0.1, torch.tensor([5, 5])).item() == 0
     assert torch.equal(info_nce(FIRST, SECOND, 0.1, torch.tensor([5, 6])), info_nce(FIRST, SECOND, 0.1))
 

@@ -86,7 +86,7 @@ def test_tamd_by_hand() -> None:
     assert terms(top, STATES, TEACHER)["tamd"].item() == pytest.approx(0.5)
 
 
-def test_tamd_is_zero_where_the_student_points_like_the_teacher() -> None:
+def test_tamd_is_zero_for_equal_directions() -> None:
     vectors = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
     states = torch.stack([vectors * scale for scale in (1.0, 0.1, 7.0, 3.0)])
     objective = with_identity_heads(Talas(SHAPE, TeacherShape(5), **only("tamd")))
@@ -130,7 +130,7 @@ def test_the_embedding_layer_is_aligned_unless_cls_pooling_makes_it_constant(
     assert terms(objective, STATES, TEACHER)["lasd"].item() == pytest.approx(expected)
 
 
-def test_a_detached_guide_is_pulled_by_no_lower_layer() -> None:
+def test_a_detached_guide_gets_no_gradient() -> None:
     # The rows of layer 2 are parallel, where a cosine is stationary: move one, so that a gradient can show.
     states = STATES + torch.tensor([[0.0, 0.0], [0.1, 0.2]])
     losses = []
@@ -147,7 +147,7 @@ def test_a_detached_guide_is_pulled_by_no_lower_layer() -> None:
 
 
 @pytest.mark.parametrize("kept", ["tamd", "lasd", "simcse"])
-def test_a_term_of_weight_zero_is_left_out_with_all_it_needs(kept: str) -> None:
+def test_a_term_of_weight_zero_needs_nothing(kept: str) -> None:
     objective = Talas(TWO_LAYERS, TeacherShape(2), **only(kept))
     views = 2 if kept == "simcse" else 1
     assert objective.needs.views == views
@@ -157,7 +157,7 @@ def test_a_term_of_weight_zero_is_left_out_with_all_it_needs(kept: str) -> None:
     assert (objective.projection() is None) == (kept != "tamd")
 
 
-def test_repeated_texts_repel_each_other_only_where_asked() -> None:
+def test_repeated_texts_are_negatives_only_without_the_mask() -> None:
     teacher = TeacherTargets(TEACHER.vectors, torch.tensor([8, 8]))
     views = STATES.repeat(1, 2, 1)
     masked = terms(Talas(TWO_LAYERS, TeacherShape(2), **only("simcse")), views, teacher, 2)["simcse"]
@@ -167,7 +167,7 @@ def test_repeated_texts_repel_each_other_only_where_asked() -> None:
     assert terms(official, views, teacher, 2)["simcse"].item() == pytest.approx(math.log(2))
 
 
-def test_heads_exist_for_the_anchored_layers_alone_and_start_small() -> None:
+def test_only_anchored_layers_have_heads_and_they_start_small() -> None:
     objective = Talas(StudentShape(200, 6, "mean"), TeacherShape(300), anchored_layers=4)
     weights: list[Tensor] = list(objective.heads.parameters())
     assert [tuple(weight.shape) for weight in weights] == [(300, 200)] * 4
@@ -202,7 +202,7 @@ def test_the_projection_is_the_head_of_the_last_layer() -> None:
         ({"tamd_weight": -1.0}, "tamd_weight: expected a number >= 0"),
         ({"lasd_weight": math.nan}, "lasd_weight"),
         ({"simcse_weight": "0.1"}, "simcse_weight"),
-        ({"tamd_weight": 0, "lasd_weight": 0, "simcse_weight": 0}, "at least one above 0"),
+        ({"tamd_weight": 0, "lasd_weight": 0, "simcse_weight": 0}, "_weight above 0"),
         ({"temperature": 0.0}, "temperature"),
         ({"views": "both"}, "views: expected one of dropout, pair, found 'both'"),
         ({"head_init_std": 0.0}, "head_init_std"),
@@ -213,7 +213,7 @@ def test_an_option_out_of_range_is_refused_by_name(options: dict[str, Any], mess
         Talas(SHAPE, TEACHER_SHAPE, **options)
 
 
-def test_a_cls_student_of_one_layer_is_told_that_it_has_nothing_to_align() -> None:
+def test_a_cls_student_of_one_layer_is_refused() -> None:
     shape = StudentShape(5, 1, "cls")
     with pytest.raises(ConfigError, match="set start_layer=0 or lasd_weight=0"):
         Talas(shape, TEACHER_SHAPE, anchored_layers=1)
@@ -233,5 +233,5 @@ def test_identity_heads_anchor_the_states_themselves() -> None:
 
 
 def test_identity_heads_need_equal_widths() -> None:
-    with pytest.raises(ConfigError, match="equal widths, the student's is 5 and the teacher's 7"):
+    with pytest.raises(ConfigError, match="equal widths; the student's is 5 and the teacher's 7"):
         Talas(StudentShape(dim=5, layers=3, pooling="mean"), TeacherShape(7), head="identity")

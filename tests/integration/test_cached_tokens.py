@@ -182,9 +182,9 @@ def test_a_cache_of_sentence_vectors_says_how_to_get_the_columns(
 ) -> None:
     # How many layers the teacher has is not known of its sentence vectors.
     columns = (
-        r"vectors,tokens,attention --attention-layers 6,12 for a teacher of 12 layers"
+        r"vectors,tokens,attention --attention-layers 6,12` for a teacher of 12 layers"
         if method == "emo"
-        else "vectors,tokens$"
+        else "vectors,tokens`$"
     )
     with pytest.raises(DistillError, match=f"tcache build --columns {columns}"):
         run(config(caches("mpnet", tokens=None), tiny_student, tmp_path / "run", method))
