@@ -1,4 +1,4 @@
-"""`distill bench`: what every method costs."""
+"""`distill bench`: measure the cost of every method."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
-from cli.common import check_output, common_options, emit, meta, progress_bar
+from cli.common import common_options, emit, is_set, progress_bar
+from cli.options import PATH, corpus_option, default_cache_if_any, output_option, set_option, space_option, split_commas
 
 
 def read_size(ctx: click.Context, option: click.Parameter, value: str | None) -> int | None:
-    """Bytes, as 15GB or 15GiB."""
+    """Bytes from text such as 15GB or 15GiB."""
     if value is None:
         return None
     from distill.errors import ConfigError
@@ -19,116 +20,117 @@ def read_size(ctx: click.Context, option: click.Parameter, value: str | None) ->
     try:
         return parse_bytes(value)
     except ConfigError:
-        raise click.BadParameter(f"{value!r} is no size such as 15GB or 15GiB") from None
+        raise click.BadParameter(f"{value!r} is not a size such as 15GB or 15GiB") from None
 
 
 def read_lengths(ctx: click.Context, option: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
-    """Numbers of tokens, and "corpus"."""
-    if value is None:
+    """Numbers of tokens, and "corpus", from a comma list."""
+    parts = split_commas(ctx, option, value)
+    if parts is None:
         return None
-    parts = [part.strip() for part in value.split(",")]
     if not all(part == "corpus" or part.isdecimal() for part in parts):
-        raise click.BadParameter(f"{value!r} is no list of token counts such as 32,64, or 'corpus'")
+        raise click.BadParameter(f"{value!r} is not a list of token counts such as 32,64, or 'corpus'")
     return tuple(part if part == "corpus" else int(part) for part in parts)
 
 
 @click.command()
-@click.option("--cache", type=click.Path(path_type=Path), help="Teacher cache to train from.")
-@click.option("--space", help="Embedding space of the cache; needed when it has several.")
-@click.option("--corpus", help="Corpus of the cache; needed when it has several.")
-@click.option("--student", default="shape:bert-base", show_default=True, help="Local folder, or shape:NAME.")
-@click.option("--teacher", metavar="MODEL", help="The cache's teacher, for the rows that ask it at every step.")
-@click.option("--teacher-device", help="Where it runs; by default where the student does.")
+@click.option(
+    "--cache",
+    type=PATH,
+    help="Teacher cache to train from.  [default: without --random-weights, $TCACHE_HOME or ~/.cache/tcache]",
+)
+@space_option
+@corpus_option
+@click.option("--student", default="shape:bert-base", help="Local folder, or shape:NAME with random weights.")
+@click.option("--teacher", metavar="MODEL", help="The cache's teacher, for methods that run it at every step.")
+@click.option("--teacher-device", help="Device of the teacher.  [default: that of the student]")
 @click.option(
     "--random-weights",
     metavar="NAME",
-    help="In place of the cache's teacher, random weights and answers of these sizes: shape:NAME, a model such as "
+    help="In place of a cache, a teacher with random weights and vectors of this size: shape:NAME, a model such as "
     "Qwen3-Embedding-4B, or a model folder.",
 )
 @click.option(
     "--methods",
-    help="Comma list of OBJECTIVE[/PRESET][+SHARPNESS][@online]; by default every method, token-level ones with the "
-    "teacher cached and online.",
+    callback=split_commas,
+    metavar="METHOD[,METHOD...]",
+    help="Each OBJECTIVE[/PRESET][+SHARPNESS][@online].  [default: every method, token-level methods with the teacher "
+    "cached and online]",
 )
 @click.option(
     "--lengths",
     callback=read_lengths,
     metavar="N[,N...]|corpus",
-    help="Tokens of every text, specials included, or the corpus's own.  [default: corpus with --cache, else 64]",
+    help="Tokens of every text, with special tokens, or those of the corpus.  [default: corpus with a cache, else 64]",
 )
-@click.option("--batch-size", type=int, default=32, show_default=True)
-@click.option("--precision", type=click.Choice(["auto", "fp16", "bf16", "fp32"]), default="auto", show_default=True)
-@click.option("--memory", type=click.Choice(["default", "low"]), default="default", show_default=True)
+@click.option("--batch-size", type=int, default=32, help="Texts in a batch.")
 @click.option(
-    "--memory-cap",
-    callback=read_size,
-    metavar="SIZE",
-    help="Of the GPU, such as 15GB: what does not fit is told as a row.",
+    "--precision", type=click.Choice(["auto", "fp16", "bf16", "fp32"]), default="auto", help="Precision of training."
 )
 @click.option(
-    "--steps",
-    type=int,
-    default=5,
-    show_default=True,
-    help="Timed steps of a method in a round, rounded up to whole cycles of its sharpness.",
+    "--memory",
+    type=click.Choice(["default", "low"]),
+    default="default",
+    help="low recomputes states in the backward pass.",
 )
-@click.option("--warm-up", type=int, default=3, show_default=True, help="Steps before them that are not timed.")
-@click.option("--rounds", type=int, default=3, show_default=True)
-@click.option("--minutes", type=float, help="Take no further turns after this long, once the first round is whole.")
-@click.option("--no-memory", is_flag=True, help="Leave out the turns that measure memory on a processor.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any setting of a run, for all rows.")
-@click.option(
-    "-o",
-    "--output",
-    "outputs",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="Also write the table here, in Markdown, or with the ending .json the figures. Repeatable.",
+@click.option("--memory-cap", callback=read_size, metavar="SIZE", help="Limit of the GPU's memory, such as 15GB.")
+@click.option("--steps", type=int, default=5, help="Timed steps of a method in a round, rounded up to whole cycles.")
+@click.option("--warm-up", type=int, default=3, help="Steps before the timed ones.")
+@click.option("--rounds", type=int, default=3, help="Rounds over all methods.")
+@click.option("--minutes", type=float, help="Start no further turns after this time, once the first round is complete.")
+@click.option("--no-memory", is_flag=True, help="Do not measure memory on a CPU.")
+@set_option("Any setting of a run, for all methods.")
+@output_option(
+    "Also write the table to this file, in Markdown, or the figures if it ends in .json. Repeatable.", multiple=True
 )
 @common_options
 def bench(
     cache: Path | None,
     teacher: str | None,
     random_weights: str | None,
-    methods: str | None,
+    methods: tuple[str, ...] | None,
     lengths: tuple[int | str, ...] | None,
     no_memory: bool,
-    outputs: tuple[Path, ...],
+    output: tuple[Path, ...],
     **given: Any,
 ) -> None:
-    """Time and memory of every method's training step, measured in turns, beside TALAS's.
+    """Measure time and memory of every method's training step.
 
-    The steps are those of `distill run`. Each method is made anew in every round, so that one is in memory at a time.
+    The steps are those of `distill run`. Methods take turns in rounds, and only one is in memory at a time.
+
+    \b
+    Example:
+      distill bench --random-weights bge-m3 --methods talas,leaf --output bench.json
     """
-    from distill.bench.measure import bench as measure
-    from distill.bench.settings import DEFAULT_METHODS, BenchSettings
-    from distill.report.bench import as_markdown
-
-    for output in outputs:
-        check_output(output)
-    settings = BenchSettings(
-        cache="" if cache is None else str(cache),
-        teacher=teacher or "",
-        random_weights=random_weights or "",
-        methods=DEFAULT_METHODS if methods is None else tuple(methods.split(",")),
-        lengths=lengths or ((64,) if cache is None else ("corpus",)),
-        alone=not no_memory,
-        **given,
-    )
     with progress_bar() as update:
+        update("loading", 0, 0, "")
+        from distill.bench.measure import bench as measure
+        from distill.bench.settings import DEFAULT_METHODS, BenchSettings
+        from distill.report.bench import as_markdown
+
+        folder = str(cache) if cache is not None else "" if random_weights else default_cache_if_any() or ""
+        settings = BenchSettings(
+            cache=folder,
+            teacher=teacher or "",
+            random_weights=random_weights or "",
+            methods=DEFAULT_METHODS if methods is None else methods,
+            lengths=lengths or (("corpus",) if folder else (64,)),
+            alone=not no_memory,
+            **given,
+        )
         result = measure(settings, report=lambda p: update("turns", p.done, p.turns, f"{p.method}, {p.lengths}"))
     record = result.to_json()
-    for output in outputs:
-        text = json.dumps(record, indent=2, ensure_ascii=False) if output.suffix == ".json" else as_markdown(record)
-        output.write_text(text, encoding="utf-8")
-    if not meta("json"):
+    for path in output:
+        text = json.dumps(record, indent=2, ensure_ascii=False) if path.suffix == ".json" else as_markdown(record)
+        path.write_text(text, encoding="utf-8")
+    if not is_set("json"):
         show_bench(record)
-    kept = next((output for output in outputs if output.suffix == ".json"), None)
+    kept = next((path for path in output if path.suffix == ".json"), None)
     emit(record, list, "" if kept is None else f"distill report RUN... --bench {kept}")
 
 
 def show_bench(record: dict[str, Any]) -> None:
-    """The tables on the console, each with its notes."""
+    """Print the tables, each with its notes."""
     from distill.report.bench import columns, heading, notes, part_columns
     from distill.report.columns import print_comparison
 

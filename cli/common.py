@@ -1,193 +1,213 @@
-"""What both commands share: errors in one line, `--json`, one progress bar, underscores in flags."""
+"""What all commands share: errors as one line, `--json`, output for people, and progress."""
 
 import errno
 import json
 import logging
-import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-Body = TypeVar("Body", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+# Called with (phase, done, total, detail); a total of 0 is unknown.
+Update = Callable[[str, int, int, str], None]
 SECONDS_BETWEEN_LINES = 30.0
 
-# Users of TrainingArguments type underscores.
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
+    # Flags may be typed with underscores, as those of transformers' TrainingArguments are.
     "token_normalize_func": lambda token: token.replace("_", "-"),
     "max_content_width": 100,
+    "show_default": True,
 }
 
 
 class Commands(click.Group):
-    """A group that turns known errors, and what the system refuses, into one line and an exit code.
-
-    Nothing else catches them.
-    """
+    """A group that prints known errors and errors of the operating system as one line and sets the exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from teacher_cache.errors import KnownError
-
         try:
             return super().invoke(ctx)
-        except KnownError as error:
-            if ctx.meta.get("traceback"):
-                raise
-            click.echo(f"error: {' '.join(str(error).split())}", err=True)
-            ctx.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("stopped; what was committed is kept, and the same command goes on", err=True)
+            click.echo("interrupted; what was committed is kept: run the same command again to resume", err=True)
             ctx.exit(130)
-        except OSError as error:
-            # A reader that closed the pipe is click's: it ends without a word.
-            if ctx.meta.get("traceback") or error.errno == errno.EPIPE:
+        except Exception as error:
+            message = None if ctx.meta.get("traceback") else self._message(ctx, error)
+            if message is None:
                 raise
-            click.echo(f"error: {_what_the_system_said(error)}", err=True)
-            ctx.exit(1)
+            click.echo(f"error: {' '.join(message.split())}", err=True)
+            ctx.exit(getattr(error, "exit_code", 1))
+
+    def _message(self, ctx: click.Context, error: Exception) -> str | None:
+        """The line for a user, or None for a defect, whose traceback is needed."""
+        from teacher_cache.errors import EXTRAS, KnownError, MissingDependency
+
+        name = ctx.invoked_subcommand or ""
+        if isinstance(error, KnownError):
+            command = self.get_command(ctx, name)
+            return str(error) if command is None else with_flags(str(error), command, ctx)
+        if isinstance(error, ModuleNotFoundError):
+            library = (error.name or "").partition(".")[0]
+            return str(MissingDependency.of(f"`{self.name} {name}`", library)) if library in EXTRAS else None
+        # On a closed pipe, click ends without a message.
+        if isinstance(error, OSError) and error.errno != errno.EPIPE:
+            return _system_message(error)
+        return None
 
 
-def _what_the_system_said(error: OSError) -> str:
+def with_flags(text: str, command: click.Command, ctx: click.Context) -> str:
+    """`text` with every backticked parameter of the command, such as `text_key`, as its flag, such as --text-key."""
+    names: dict[str, str] = {}
+    flags: dict[str, str] = {}
+    for parameter in command.get_params(ctx):
+        long = [flag for flag in parameter.opts if flag.startswith("--")]
+        flags |= {flag[2:].replace("-", "_"): flag for flag in long}
+        if long:
+            names[str(parameter.name)] = long[0]
+    return re.sub(r"`(\w+)`", lambda found: flags.get(found[1], names.get(found[1], found[0])), text)
+
+
+def _system_message(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" for {error.filename}" if error.filename else ""
         return f"no space left on disk{where}; free some and run the same command again"
-    said = " ".join((error.strerror or str(error) or type(error).__name__).split())
-    return f"{said}: {error.filename}" if error.filename else said
+    reason = error.strerror or str(error) or type(error).__name__
+    return f"{reason}: {error.filename}" if error.filename else reason
 
 
-def common_options(body: Body) -> Body:
-    """`--json`, `-q`, `-v` and `--traceback`; the command finds them in `ctx.meta`."""
+def common_options(function: Function) -> Function:
+    """`--json`, `-q`, `-v` and `--traceback`, which are read with `is_set`."""
 
-    def remember(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
-        if value:
-            ctx.meta[str(option.name)] = value
+    def remember(ctx: click.Context, option: click.Parameter, value: bool) -> None:
+        ctx.meta[str(option.name)] = value
         if option.name == "verbose":
-            level = logging.INFO if value else logging.WARNING
             logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-            logging.getLogger("teacher_cache").setLevel(level)
-        return value
+            logging.getLogger("teacher_cache").setLevel(logging.INFO if value else logging.WARNING)
 
     for flags, text in (
-        (("--traceback",), "Show where an error came from."),
-        (("-v", "--verbose"), "Say more on the way."),
-        (("-q", "--quiet"), "Print the result alone."),
+        (("--traceback",), "Show the traceback of an error."),
+        (("-v", "--verbose"), "Print more about the progress."),
+        (("-q", "--quiet"), "Print only the result."),
         (("--json",), "Print the result as JSON, and nothing else on stdout."),
     ):
-        body = click.option(*flags, is_flag=True, expose_value=False, callback=remember, help=text)(body)
-    return body
+        function = click.option(*flags, is_flag=True, expose_value=False, callback=remember, help=text)(function)
+    return function
 
 
-def cache_option(body: Body) -> Body:
-    """`--cache`, by default `TCACHE_HOME` or ~/.cache/tcache."""
-    return click.option(
-        "--cache",
-        type=click.Path(path_type=Path),
-        default=default_cache_folder,
-        show_default="$TCACHE_HOME or ~/.cache/tcache",
-        help="Folder of the teacher cache.",
-    )(body)
-
-
-def asking_options(body: Body) -> Body:
-    """How any model is asked, teacher or student; None means as its own files say."""
-    switches = (
-        click.option("--revision", help="Commit or tag of a hub model."),
-        click.option("--pooling", type=click.Choice(["mean", "cls", "last_token"])),
-        click.option("--padding-side", type=click.Choice(["left", "right"])),
-        click.option("--prompt", help="Text put in front of every input."),
-        click.option("--prompt-name", help="A prompt the model names itself, such as 'query'."),
-        click.option("--max-length", type=click.IntRange(1), help="Tokens, specials included."),
-        click.option("--device", help="cpu, cuda, cuda:1, mps."),
-        click.option("--attn-implementation", help="sdpa, eager, flash_attention_2."),
-        click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model."),
-    )
-    for switch in reversed(switches):
-        body = switch(body)
-    return body
-
-
-def check_output(output: Path | None) -> None:
-    """Refuse a file that could not be written, before anything is computed."""
-    if output is not None and not output.parent.is_dir():
-        raise click.BadParameter(f"the folder {output.parent} is not there", param_hint="--output")
-
-
-def default_cache_folder() -> Path:
-    return Path(os.environ.get("TCACHE_HOME") or Path.home() / ".cache" / "tcache")
-
-
-def meta(name: str) -> bool:
+def is_set(name: str) -> bool:
+    """Whether one of `common_options` was given."""
     return bool(click.get_current_context().meta.get(name))
 
 
 def emit(record: dict[str, Any] | list[Any], lines: Callable[[], list[str]], after: str = "") -> None:
-    """The result: JSON alone with `--json`, otherwise lines for a person and what to type next."""
-    if meta("json"):
+    """Print the result: JSON with `--json`, otherwise lines, and the command to run next."""
+    if is_set("json"):
         click.echo(json.dumps(record, ensure_ascii=False, indent=2))
         return
     for line in lines():
         click.echo(line)
-    if after and not meta("quiet"):
+    if after and not is_set("quiet"):
         click.echo(f"next: {after}")
 
 
-def say(text: str) -> None:
-    """A line on the way, on stderr; silent with `-q`."""
-    if not meta("quiet"):
-        click.echo(text, err=True)
+def print_status(text: str) -> None:
+    """Print a line on stderr, unless `-q` is given."""
+    if not is_set("quiet"):
+        ctx = click.get_current_context()
+        click.echo(with_flags(text, ctx.command, ctx), err=True)
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int, str], None]]:
-    """One bar on a terminal, a plain line every 30 s elsewhere, nothing with `-q`.
+def progress_bar() -> Iterator[Update]:
+    """A function that shows the progress: as one bar on a terminal, otherwise as a line every 30 s.
 
-    Yields `update(what, done, total, detail)`; a total of 0 means unknown.
+    The bar is that of the latest phase. Nothing is shown with `-q`.
     """
-    if meta("quiet"):
-        yield lambda what, done, total, detail: None
-        return
-    if not sys.stderr.isatty():
+    if is_set("quiet"):
+        yield lambda phase, done, total, detail: None
+    elif not sys.stderr.isatty():
         yield _plain_lines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    else:
+        from rich.console import Console
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[detail]}"),
+        with _live_bar(Console(stderr=True)) as update:
+            yield update
+
+
+@contextmanager
+def _live_bar(console: "Console") -> Iterator[Update]:
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        SpinnerColumn,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
 
-        def update(what: str, done: int, total: int, detail: str) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total or None, detail=detail)
-            bar.update(tasks[what], completed=done, total=total or None, detail=detail)
+    phase_columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    detail = TextColumn("{task.fields[detail]}")
+    uncounted = (*phase_columns, TextColumn("{task.fields[count]}"), TimeElapsedColumn(), detail)
+    counted = (*phase_columns, BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn(), detail)
+    with Progress(*uncounted, console=console, transient=True) as bar:
+        task: TaskID | None = None
+
+        def update(phase: str, done: int, total: int, detail: str) -> None:
+            nonlocal task
+            if task is None or bar.tasks[0].description != phase:
+                if task is not None:
+                    bar.remove_task(task)
+                task = bar.add_task(phase, count="", detail="")
+            bar.columns = counted if total else uncounted
+            count = f"{done:,}/{total:,}" if total else f"{done:,}" if done else ""
+            bar.update(task, completed=done, total=total or None, count=count, detail=detail)
 
         yield update
 
 
-def _plain_lines() -> Callable[[str, int, int, str], None]:
-    started = last = time.monotonic()
+def _plain_lines() -> Update:
+    last = time.monotonic()
+    # Of the phase: its name, when it began, and how much was done by then.
+    current, started, before = "", last, 0
 
-    def update(what: str, done: int, total: int, detail: str) -> None:
-        nonlocal last
+    def update(phase: str, done: int, total: int, detail: str) -> None:
+        nonlocal last, current, started, before
         now = time.monotonic()
+        if phase != current:
+            current, started, before = phase, now, done
         if now - last < SECONDS_BETWEEN_LINES:
             return
         last = now
-        left = f", about {(now - started) / done * (total - done) / 60:.0f} min left" if total and done else ""
-        share = f"{done:,}/{total:,} ({done / total:.0%})" if total else f"{done:,}"
-        click.echo(f"{what}: {share}{left}; {detail}", err=True)
+        line = phase
+        if total:
+            line += f": {done:,}/{total:,} ({done / total:.0%})"
+        elif done:
+            line += f": {done:,}"
+        if total and done > before:
+            line += f", about {(now - started) / (done - before) * (total - done) / 60:.0f} min left"
+        click.echo(f"{line}; {detail}" if detail else line, err=True)
 
     return update
+
+
+def count(number: float, noun: str, plural: str = "") -> str:
+    """The number with its noun: "1 row", "2,000 rows"; `plural` where it is not the noun with an "s"."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text, in the unit that fits: "0.4 s", "12 min", "1.5 h"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def size(count: float) -> str:

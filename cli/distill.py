@@ -1,5 +1,8 @@
-"""`distill`: train, evaluate and try out students."""
+"""`distill`: train, evaluate and compare students."""
 
+import inspect
+import re
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,16 +11,41 @@ import click
 
 from cli.analyses import analyze, report
 from cli.bench import bench
-from cli.common import CONTEXT, Commands, cache_option, check_output, common_options, emit, meta, progress_bar, say
+from cli.common import (
+    CONTEXT,
+    Commands,
+    Update,
+    common_options,
+    count,
+    duration,
+    emit,
+    is_set,
+    print_status,
+    progress_bar,
+)
 from cli.evaluation import evaluate
+from cli.options import (
+    PATH,
+    cache_flag,
+    corpus_option,
+    is_given,
+    run_arguments,
+    scoring_options,
+    set_option,
+    space_option,
+    table_output,
+)
 from cli.planning import plan
 
 if TYPE_CHECKING:
     from distill.report.comparison import Comparison
     from distill.training.callbacks import TrainingProgress
 
+# A cache that a file of settings may name too.
+configured_cache = cache_flag("--cache", help="Folder of the teacher cache, in place of the one in the file.")
 
-@click.group(cls=Commands, context_settings=CONTEXT)
+
+@click.group(name="distill", cls=Commands, context_settings=CONTEXT)
 @click.version_option(package_name="teacher-cache")
 def main() -> None:
     """Train small embedding models from a teacher cache."""
@@ -31,45 +59,51 @@ main.add_command(bench)
 
 
 class RunCommand(click.Command):
-    """`run` with one option for each setting of `training`, read from the configuration itself."""
+    """`run` with one option for each setting of `training`, read from its dataclass."""
 
     @cached_property
     def training_options(self) -> list[click.Parameter]:
-        from dataclasses import fields
-
         from distill.config import TrainingConfig
 
+        described = attribute_descriptions(TrainingConfig.__doc__ or "")
         return [
             click.Option(
                 [f"--{field.name.replace('_', '-')}", field.name],
                 metavar=str(getattr(field.type, "__name__", field.type)).upper(),
-                help=f"[default: {field.default}]",
+                help=f"{described.get(field.name, 'As in TrainingArguments.')}  [default: {field.default}]",
             )
             for field in fields(TrainingConfig)
             if field.name != "arguments"
         ]
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        return [*super().get_params(ctx), *self.training_options]
+        parameters = super().get_params(ctx)
+        common = [parameter.name for parameter in parameters].index("json")
+        return [*parameters[:common], *self.training_options, *parameters[common:]]
+
+
+def attribute_descriptions(docstring: str) -> dict[str, str]:
+    """Name -> description, on one line, from the "Attributes:" section of a docstring."""
+    section = inspect.cleandoc(docstring).partition("Attributes:\n")[2]
+    found = re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    described = {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
+    return {name: text[:1].upper() + text[1:] for name, text in described.items()}
 
 
 @main.command(cls=RunCommand)
-@click.argument("config", required=False, metavar="[RUN.yaml]", type=click.Path(path_type=Path))
-@cache_option
+@click.argument("config", required=False, metavar="[RUN.yaml]", type=PATH)
+@configured_cache
 @click.option("--student", "--model-name-or-path", "--model-name", "student", help="Local folder or hub id.")
-@click.option("--objective", help="A name of `distill list objectives`.")
-@click.option("--sharpness", help="A name of `distill list sharpness`.")
+@click.option("--objective", help="Name from `distill list objectives`.  [default: talas]")
+@click.option("--sharpness", help="Name from `distill list sharpness`.  [default: norm-one-view]")
 @click.option("--output-dir", help="The run folder.")
-@click.option("--space", help="Embedding space of the cache; needed when it has several.")
-@click.option("--corpus", help="Corpus of the cache; needed when it has several.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Any setting, such as data.window=4096.")
-@click.option("--resume", is_flag=True, help="Refuse to begin anew when there is nothing to go on from.")
-@click.option("--print-config", is_flag=True, help="Print the resolved configuration and stop.")
+@space_option
+@corpus_option
+@set_option("Any setting, such as data.window=4096.")
+@click.option("--resume", is_flag=True, help="Fail if there is no checkpoint to resume from.")
+@click.option("--print-config", is_flag=True, help="Print the resolved configuration and exit.")
 @common_options
-@click.pass_context
 def run(
-    ctx: click.Context,
-    /,
     config: Path | None,
     cache: Path,
     sets: tuple[str, ...],
@@ -77,13 +111,15 @@ def run(
     print_config: bool,
     **flags: str | None,
 ) -> None:
-    """Train one student. Run the same command again to go on after anything.
+    """Train one student.
 
-    Settings of `training` are flags under their names in transformers' TrainingArguments; all others are set
-    with --set.
+    Settings come from RUN.yaml, then from flags, then from --set. The flags of the `training` settings have the names
+    of transformers' TrainingArguments. Run the same command again to resume after an interruption.
+
+    \b
+    Example:
+      distill run --cache my-cache --student MODEL --output-dir my-run --learning-rate 3e-5
     """
-    from dataclasses import replace
-
     from distill.config import RunConfig
 
     keys = {"student": "student.model", "objective": "objective.name", "sharpness": "sharpness.name"}
@@ -93,118 +129,126 @@ def run(
         for flag, value in flags.items()
         if value is not None
     ]
-    if ctx.get_parameter_source("cache") != click.core.ParameterSource.DEFAULT:
+    if is_given("cache"):
         given.append(f"cache={cache}")
-    resolved = RunConfig.load(config, [*given, *sets])  # what is said in more words wins
+    resolved = RunConfig.load(config, [*given, *sets])
     resolved = replace(resolved, cache=resolved.cache or str(cache))
     if print_config:
         click.echo(resolved.to_yaml(), nl=False)
         return
 
-    from distill.runs.run import run as train
-
     with progress_bar() as update:
-        result = train(
-            resolved,
-            resume=resume,
-            announce=say,
-            report=lambda p: update("training steps", p.step, p.steps, training_line(p)),
-        )
+        update("loading the student", 0, 0, "")
+        from distill.runs.run import run as train
+
+        result = train(resolved, resume=resume, announce=print_status, report=lambda p: show_step(update, p))
 
     def lines() -> list[str]:
-        told = []
+        printed = []
         if result.finished_before:
-            told.append(f"{result.output_dir} already holds this run, finished; nothing to do")
+            printed.append(f"{result.output_dir} already holds this run, finished; nothing to do")
         if result.resumed_from:
-            told.append(f"went on from step {result.resumed_from:,}")
+            printed.append(f"resumed from step {result.resumed_from:,}")
         loss = "" if result.loss is None else f", last loss {result.loss:.4f}"
         share = result.data_wait_share
-        waited = "" if share is None else f", {share:.1%} of the steps' time waited for data"
-        told.append(f"{result.steps:,} steps in {result.seconds:.0f} s{loss}{waited}")
-        told += agreement_lines(result.agreement)
-        told.append(f"student: {result.final}")
-        return told
+        waited = "" if share is None else f", {share:.1%} of the step time spent waiting for data"
+        printed.append(f"{count(result.steps, 'step')} in {duration(result.seconds)}{loss}{waited}")
+        return [*printed, *agreement_lines(result.agreement), f"student: {result.final}"]
 
     emit(result.to_json(), lines, f"distill eval {result.final} --data DIR")
 
 
+def show_step(update: Update, progress: "TrainingProgress") -> None:
+    """Show a training step, and after the last one the phase that follows."""
+    loss = "-" if progress.loss is None else f"{progress.loss:.4f}"
+    update("training steps", progress.step, progress.steps, f"epoch {progress.epoch:.2f}, loss {loss}")
+    if progress.step == progress.steps:
+        update("evaluating and exporting the student", 0, 0, "")
+
+
 def agreement_lines(agreement: dict[str, Any] | None) -> list[str]:
+    """The agreement with the teacher before and after training."""
     if agreement is None:
         return []
     before, after, projected = agreement["before"], agreement["after"], agreement["projected"]
-    told = [
+    lines = [
         f"agreement with the teacher on {after['texts']} held-out texts, before -> after: Spearman of pairwise "
         f"cosines {before['spearman']:.3f} -> {after['spearman']:.3f}, overlap of the {after['neighbours']} nearest "
-        f"neighbours {before['overlap']:.3f} -> {after['overlap']:.3f}"
+        f"neighbors {before['overlap']:.3f} -> {after['overlap']:.3f}"
     ]
     if projected is not None:
-        told.append(f"  projected into its space: {projected['spearman']:.3f} and {projected['overlap']:.3f}")
-    return told
-
-
-def training_line(progress: "TrainingProgress") -> str:
-    loss = "-" if progress.loss is None else f"{progress.loss:.4f}"
-    return f"epoch {progress.epoch:.2f}, loss {loss}"
+        lines.append(f"  projected into its space: {projected['spearman']:.3f} and {projected['overlap']:.3f}")
+    return lines
 
 
 @main.command()
-@click.argument("config", metavar="SWEEP.yaml", type=click.Path(path_type=Path))
-@click.option("--dry-run", is_flag=True, help="Check and name the runs, start none.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the table here, in Markdown.")
+@click.argument("config", metavar="SWEEP.yaml", type=PATH)
+@configured_cache
+@click.option("--dry-run", is_flag=True, help="Check the runs and print their names, but start none.")
+@table_output
 @common_options
-@click.pass_context
-def sweep(ctx: click.Context, /, config: Path, dry_run: bool, output: Path | None) -> None:
-    """Train many students on one cache, a list or a grid of runs, and compare them.
+def sweep(config: Path, cache: Path, dry_run: bool, output: Path | None) -> None:
+    """Train a list or a grid of students and compare them.
 
-    Run the same command again to go on after anything: what is finished stays as it is.
+    Run the same command again to resume: finished runs are skipped, failed runs are tried again. The exit code is 1
+    when a run failed.
+
+    \b
+    Example:
+      distill sweep sweep.yaml --output table.md
     """
     from distill.runs.sweep import SweepConfig
     from distill.runs.sweep import sweep as run_all
 
-    check_output(output)
     settings = SweepConfig.load(config)
+    if is_given("cache") or not settings.base.get("cache"):
+        settings = replace(settings, base={**settings.base, "cache": str(cache)})
     if dry_run:
         names = [planned.name for planned in settings.plan()]
-        emit(names, lambda: [*names, f"{len(names)} runs in {settings.output_dir}"])
+        emit(names, lambda: [*names, f"{count(len(names), 'run')} in {settings.output_dir}"])
         return
     with progress_bar() as update:
+        update("checking the runs", 0, 0, "")
         result = run_all(
             settings,
-            announce=say,
+            announce=print_status,
             report=lambda p: update("runs", p.done, p.total, ", ".join(p.running) or "none running"),
         )
     show_comparison(result.comparison, result.to_json(), output)
-    ctx.exit(1 if result.failed else 0)
+    click.get_current_context().exit(1 if result.failed else 0)
 
 
 @main.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
-@click.option("--data", type=click.Path(path_type=Path), help="Score what was not, on the tasks' files in here.")
-@click.option("--tasks", help="Comma list; all nine by default.")
-@click.option("--dtype", default="auto", show_default=True, help="Of the scoring: auto, fp32 or bf16.")
-@click.option("--baseline", metavar="MODEL", help="Also score the student before training.")
+@run_arguments
+@scoring_options
+@click.option("--baseline", metavar="MODEL", help="Also score this model, the student before training.")
 @click.option("--teacher", metavar="MODEL", help="Also score the teacher.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write the table here, in Markdown.")
+@table_output
 @common_options
-def compare(runs: tuple[Path, ...], tasks: str | None, output: Path | None, **asked: Any) -> None:
-    """One table of runs: their scores, agreement, cost and size, and the settings in which they differ.
+def compare(runs: tuple[Path, ...], output: Path | None, **options: Any) -> None:
+    """Print runs in one table: scores, agreement, cost, size, settings.
 
-    RUN is a run folder, or a folder of run folders. Runs that differ in their seed alone share a line.
+    RUN is a run folder, or a folder of run folders. Runs that differ only in their seed share a line. A setting has a
+    column if it differs between lines.
+
+    \b
+    Example:
+      distill compare runs/ --data task-files
     """
     from distill.report.comparison import compare_runs
 
-    check_output(output)
-    with progress_bar() as progress:
-        comparison = compare_runs(runs, tasks=tasks.split(",") if tasks else None, progress=progress, **asked)
+    with progress_bar() as update:
+        update("reading runs", 0, 0, "")
+        comparison = compare_runs(runs, progress=update, **options)
     show_comparison(comparison, comparison.to_json(), output)
 
 
 def show_comparison(comparison: "Comparison", record: dict[str, Any], output: Path | None) -> None:
-    """The table on the console, or its figures as JSON, and in a file."""
+    """Print the table, or its figures as JSON, and write it to a file."""
     from distill.report.columns import comparison_columns, markdown, notes, print_comparison
 
     columns, below = comparison_columns(comparison), notes(comparison)
-    if not meta("json"):
+    if not is_set("json"):
         print_comparison(columns)
     emit(record, lambda: below)
     if output is not None:
@@ -212,35 +256,33 @@ def show_comparison(comparison: "Comparison", record: dict[str, Any], output: Pa
 
 
 @main.command()
-@click.option(
-    "--output-dir",
-    type=click.Path(path_type=Path),
-    default=Path("distill-demo"),
-    show_default=True,
-    help="Where the cache and the run are left.",
-)
+@click.option("--output-dir", type=PATH, default=Path("distill-demo"), help="Folder for the cache and the run.")
 @common_options
 def demo(output_dir: Path) -> None:
-    """The whole path on one small corpus, offline: a teacher, its cache, a better student. Under 3 minutes."""
-    from distill.runs.demo import run_demo
+    """Build a cache and train a student, offline, in 3 minutes.
 
+    The corpus is part of the package and the teacher comes with the `demo` extra.
+
+    \b
+    Example:
+      distill demo --output-dir distill-demo
+    """
     with progress_bar() as update:
-        result = run_demo(
-            output_dir,
-            announce=say,
-            report=lambda p: update("training steps", p.step, p.steps, training_line(p)),
-        )
+        update("encoding texts", 0, 0, "")
+        from distill.runs.demo import run_demo
+
+        result = run_demo(output_dir, announce=print_status, report=lambda p: show_step(update, p))
 
     emit(
         result.to_json(),
         lambda: [
-            f"cache: {result.cache} ({result.build['distinct']:,} texts, {result.build['encoded']:,} encoded by the "
-            "teacher just now)",
-            f"run: {result.run['output_dir']} ({result.run['steps']} steps)",
+            f"cache: {result.cache} ({count(result.build['distinct'], 'text')}, {result.build['encoded']:,} encoded "
+            "now)",
+            f"run: {result.run['output_dir']} ({count(result.run['steps'], 'step')})",
             *agreement_lines(result.run["agreement"]),
             f"student: {result.run['final']}",
         ],
-        f"tcache info {result.cache}; then your own: tcache build CORPUS.jsonl --teacher T --cache C",
+        f"tcache info {result.cache}; then your own corpus: tcache build CORPUS.jsonl --teacher T --cache C",
     )
 
 

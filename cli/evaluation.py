@@ -7,51 +7,50 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.common import asking_options, check_output, common_options, emit, meta, progress_bar, say
+from cli.common import common_options, duration, emit, is_set, print_status, progress_bar
+from cli.options import PATH, model_options, output_option, tasks_option, text_key
 
 if TYPE_CHECKING:
     from distill.evaluation.base import Report, Task, TaskScore
     from distill.evaluation.roles import TeacherSource
 
-FOLDER = click.Path(path_type=Path)
-
 
 @click.command(name="eval")
 @click.argument("model")
-@click.option("--data", type=FOLDER, help="Folder of the nine tasks' files.")
-@click.option("--tasks", help="Comma list; all nine by default.")
-@click.option(
-    "--retrieval", multiple=True, metavar="DIR", type=FOLDER, help="A collection in BEIR's layout. Repeatable."
-)
+@click.option("--data", type=PATH, help="Folder of the files of the nine tasks.")
+@tasks_option
+@click.option("--retrieval", multiple=True, metavar="DIR", type=PATH, help="A folder in BEIR's layout. Repeatable.")
 @click.option(
     "--mode",
     "modes",
     multiple=True,
-    show_default="student",
-    help="Who encodes queries and documents: student, teacher, or asymmetric, where documents are the teacher's. "
-    "Repeatable.",
+    metavar="MODE",
+    help="Encoder of queries and documents in --retrieval: student, teacher, or asymmetric, where the teacher encodes "
+    "the documents. Repeatable.  [default: student]",
 )
-@click.option("--tasks-file", type=FOLDER, metavar="FILE", help="Your own tasks, in YAML.")
-@click.option(
-    "--texts", type=FOLDER, metavar="CORPUS", help="Texts without labels: how near the model is to its teacher on them."
-)
-@click.option("--text-key", default="text", show_default=True, help="Key or column of the texts.")
+@click.option("--tasks-file", type=PATH, metavar="FILE", help="Your own tasks, in YAML.")
+@click.option("--texts", type=PATH, metavar="CORPUS", help="Texts without labels, for agreement with the teacher.")
+@text_key
 @click.option("--mteb", multiple=True, metavar="TASK", help="A task of the MTEB library. Repeatable.")
-@click.option("--teacher", metavar="MODEL", help="The teacher, asked for what the cache lacks.")
-@click.option("--cache", type=FOLDER, help="Read vectors from here, and keep new ones. A run's teacher has its cache.")
-@click.option("--space", help="How the teacher was asked, if the cache has several spaces.")
-@click.option("--query-prompt", help="In front of a query; by default as the model's files say.")
-@click.option("--document-prompt", help="In front of a document.")
-@click.option("--teacher-query-prompt", help="The same for the teacher.")
-@click.option("--teacher-document-prompt", help="The same for the teacher.")
-@asking_options
-@click.option("--dtype", default="fp32", show_default=True, help="fp32, bf16, or auto: bf16 where the machine has it.")
-@click.option("-o", "--output", type=FOLDER, help="Also write the JSON here.")
+@click.option("--teacher", metavar="MODEL", help="The teacher, for texts that the cache lacks.")
+@click.option(
+    "--cache",
+    type=PATH,
+    help="Reuse vectors from this cache and add new ones.  [default: none; a run's cache for its teacher]",
+)
+@click.option("--space", help="Space of the teacher's vectors, if the cache has several.")
+@click.option("--query-prompt", help="Prompt of queries.  [default: that of the model's files]")
+@click.option("--document-prompt", help="Prompt of documents.  [default: that of the model's files]")
+@click.option("--teacher-query-prompt", help="The teacher's prompt of queries.")
+@click.option("--teacher-document-prompt", help="The teacher's prompt of documents.")
+@model_options
+@click.option("--dtype", default="fp32", help="fp32, bf16, or auto: bf16 on hardware that supports it.")
+@output_option("Also write the scores to this file, as JSON.")
 @common_options
 def evaluate(
     model: str,
     data: Path | None,
-    tasks: str | None,
+    tasks: tuple[str, ...] | None,
     retrieval: tuple[Path, ...],
     modes: tuple[str, ...],
     tasks_file: Path | None,
@@ -65,39 +64,43 @@ def evaluate(
     output: Path | None,
     **given: Any,
 ) -> None:
-    """Score a model: a run folder, a sentence-transformers or transformers folder, a hub id.
+    """Score a model.
 
-    On the nine tasks (--data), your own (--tasks-file), MTEB's (--mteb), retrieval (--retrieval) by itself, against
-    its teacher, or with its teacher's documents, and beside its teacher on texts without labels (--texts).
+    MODEL is a run folder, a sentence-transformers or transformers folder, or a hub id. It is scored on the nine tasks
+    (--data), your own tasks (--tasks-file), MTEB tasks (--mteb), retrieval (--retrieval), and on texts without labels
+    (--texts); at least one of these is needed.
+
+    \b
+    Example:
+      distill eval my-run --data task-files --tasks stsb,sick
     """
     from distill.evaluation.evaluator import evaluate_model, nine_tasks
     from distill.evaluation.scores import finite, provenance, resolved_options
     from distill.report.tables import task_table
     from teacher_cache.teachers.base import TeacherOptions
 
-    check_output(output)
     _check_modes(modes, retrieval)
     teacher = _teacher_source(given, cache, dtype)
     options = resolved_options(TeacherOptions(model=model, dtype=dtype, **given))
-    names = tasks.split(",") if tasks else None
     further = _further_tasks(retrieval, modes, tasks_file, texts, text_key)
-    with progress_bar() as progress:
+    with progress_bar() as update:
+        update("scoring the model", 0, 0, "")
         report = evaluate_model(
             options,
             data,
-            names=names,
+            names=tasks,
             tasks=further,
             cache=cache,
             query_prompt=query_prompt,
             document_prompt=document_prompt,
             teacher=teacher,
             mteb=mteb,
-            announce=say,
-            progress=progress,
+            announce=print_status,
+            progress=update,
         )
-    scored = [*([] if data is None else nine_tasks(data, names)), *further]
+    scored = [*([] if data is None else nine_tasks(data, tasks)), *further]
     record: dict[str, Any] = finite(report.to_json()) | provenance(options, scored)
-    if not meta("json"):
+    if not is_set("json"):
         from rich.console import Console
 
         Console().print(task_table({model: report}))
@@ -107,28 +110,28 @@ def evaluate(
 
 
 def _check_modes(modes: tuple[str, ...], retrieval: tuple[Path, ...]) -> None:
-    """Refuse modes that are none, and those of a retrieval that is not asked for."""
+    """Refuse unknown modes, and modes without a retrieval task."""
     from distill.evaluation.base import require_known
     from distill.evaluation.retrieval import MODES
 
     require_known(modes, MODES, "unknown mode")
     if modes and not retrieval:
-        raise click.BadParameter("it is a mode of retrieval: say with --retrieval on which", param_hint="--mode")
+        raise click.BadParameter("it is a mode of --retrieval: give a folder with --retrieval", param_hint="--mode")
 
 
 def _teacher_source(given: dict[str, Any], cache: Path | None, dtype: str) -> "TeacherSource":
-    """What the teacher's options say; they are taken out of `given`, which leaves how the model is asked."""
+    """The teacher from its options, which are removed from `given`; the model's options are left."""
     from distill.evaluation.roles import TeacherSource
     from teacher_cache.teachers.base import TeacherOptions
 
     model, space = given.pop("teacher"), given.pop("space")
     if cache is not None:
-        dtype = "auto"  # that of the teacher's space in the cache, where it has one
-    runs = {name: given[name] for name in ("device", "attn_implementation", "trust_remote_code")}
+        dtype = "auto"  # the precision of the teacher's space in the cache, if it has one
+    shared = {name: given[name] for name in ("device", "attn_implementation", "trust_remote_code")}
     return TeacherSource(
         cache=cache,
         space=space,
-        model=None if model is None else TeacherOptions(model=model, dtype=dtype, **runs),
+        model=None if model is None else TeacherOptions(model=model, dtype=dtype, **shared),
         query_prompt=given.pop("teacher_query_prompt"),
         document_prompt=given.pop("teacher_document_prompt"),
     )
@@ -153,6 +156,7 @@ def _further_tasks(
 
 
 def _lines(report: "Report") -> list[str]:
+    """The figures that are not in the table."""
     lines = [
         f"{name}: recall at 100 {task.extra['recall_at_100']:.1f}, MRR at 10 {task.extra['mrr_at_10']:.1f}, "
         f"{task.extra['queries']:,.0f} queries, {task.extra['documents']:,.0f} documents"
@@ -160,7 +164,7 @@ def _lines(report: "Report") -> list[str]:
         if "mrr_at_10" in task.extra
     ]
     lines += [
-        f"{name}: overlap of the 10 nearest neighbours {task.extra['overlap']:.1f}, {task.extra['texts']:,.0f} texts"
+        f"{name}: overlap of the 10 nearest neighbors {task.extra['overlap']:.1f}, {task.extra['texts']:,.0f} texts"
         for name, task in report.tasks.items()
         if "overlap" in task.extra
     ]
@@ -168,11 +172,11 @@ def _lines(report: "Report") -> list[str]:
         if "error" in task.extra:
             lines += _approximation_lines(name, task)
     texts = f"{report.texts:,} distinct texts, each encoded once, in " if report.texts else ""
-    return [*lines, f"{texts}{report.seconds:.0f} s"]
+    return [*lines, f"{texts}{duration(report.seconds)}"]
 
 
 def _approximation_lines(name: str, task: "TaskScore") -> list[str]:
-    """The errors of an approximation, and the texts that it is worst and best at, each cut to a line."""
+    """The errors of an approximation, and the texts with the largest and smallest errors, each cut to a line."""
     figures = {key: f"{value:.3f}" for key, value in task.extra.items()}
     lines = [
         f"{name}: distance to the teacher's vector, both of length 1: mean {figures['error']}, median "

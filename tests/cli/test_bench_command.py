@@ -1,4 +1,4 @@
-"""`distill bench`: flags in, tables and JSON out; and the prepared script that calls it."""
+"""`distill bench`: flags, tables and JSON; and the benchmark script that calls it."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def measured(toy_cache: Path, tiny_student: Path, tmp_path_factory: pytest.TempP
     return result, folder
 
 
-def test_tables_are_printed_and_written_with_what_could_not_be_measured(measured: tuple[Result, Path]) -> None:
+def test_tables_are_printed_and_written_also_with_methods_that_cannot_run(measured: tuple[Result, Path]) -> None:
     result, folder = measured
     assert result.exit_code == 0, result.output
     for text in (result.stdout, (folder / "cost.md").read_text(encoding="utf-8")):
@@ -59,7 +59,7 @@ def test_the_written_json_has_every_table_and_row(measured: tuple[Result, Path])
     assert record["settings"]["lengths"] == ["corpus", 8]
 
 
-def test_json_is_all_that_stands_on_stdout(toy_cache: Path, tiny_student: Path) -> None:
+def test_json_is_all_that_is_printed_on_stdout(toy_cache: Path, tiny_student: Path) -> None:
     result = run(
         "--cache", toy_cache, "--corpus", "few", "--student", tiny_student, "--methods", "leaf", *SHORT, "--json"
     )
@@ -68,38 +68,38 @@ def test_json_is_all_that_stands_on_stdout(toy_cache: Path, tiny_student: Path) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["--methods", "talas"], 1, "--random-weights"),
         (["--cache", "c", "--methods", "talos"], 1, "talos"),
-        (["--cache", "c", "--lengths", "long"], 2, "no list of token counts"),
-        (["--cache", "c", "--memory-cap", "15 apples"], 2, "no size such as 15GB"),
+        (["--cache", "c", "--lengths", "long"], 2, "not a list of token counts"),
+        (["--cache", "c", "--memory-cap", "15 apples"], 2, "not a size such as 15GB"),
         (["--cache", "nowhere"], 1, "nowhere"),
         (["--random-weights", "bge-m4"], 1, "bge-m4"),
         (["--random-weights", "bge-m3", "--student", "shape:bert-bass"], 1, "bert-bass"),
     ],
 )
-def test_what_cannot_be_measured_is_told_in_one_line(arguments: list[str], code: int, said: str) -> None:
+def test_wrong_settings_are_one_line(arguments: list[str], code: int, message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == code
-    assert said in result.stderr
+    assert message in result.stderr
     assert code == 2 or len(result.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(("text", "size"), [("15GB", 15 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8)])
-def test_a_size_is_read_in_either_power(text: str, size: int) -> None:
+def test_a_size_is_read_in_powers_of_1000_or_1024(text: str, size: int) -> None:
     from cli.bench import read_size
 
     context: Any = None
     assert read_size(context, context, text) == size
 
 
-def test_the_gpu_script_says_what_the_paper_measured(tmp_path: Path) -> None:
-    tell = tmp_path / "tell"
-    tell.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n', encoding="utf-8")
-    tell.chmod(tell.stat().st_mode | stat.S_IXUSR)
+def test_the_gpu_script_has_the_settings_of_the_paper(tmp_path: Path) -> None:
+    fake = tmp_path / "fake"
+    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n', encoding="utf-8")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     done = subprocess.run(
-        [SCRIPT, tmp_path / "out"], env={**os.environ, "DISTILL": str(tell)}, capture_output=True, text=True, check=True
+        [SCRIPT, tmp_path / "out"], env={**os.environ, "DISTILL": str(fake)}, capture_output=True, text=True, check=True
     )
     command, *flags = done.stdout.splitlines()
     asked = bench.make_context("bench", flags).params
@@ -107,14 +107,14 @@ def test_the_gpu_script_says_what_the_paper_measured(tmp_path: Path) -> None:
     assert (asked["student"], asked["random_weights"]) == ("shape:bert-base", "Qwen3-Embedding-4B")
     assert (asked["precision"], asked["batch_size"], asked["memory_cap"]) == ("fp16", 32, 15 * 10**9)
     assert {"talas", "talas+asam", "jasper", "distillcse", "leaf", "emo", "emo@online", "dskd@online", "cdm"} <= set(
-        asked["methods"].split(",")
+        asked["methods"]
     )
-    assert [output.name for output in asked["outputs"]] == ["t4.json", "t4.md"]
+    assert [output.name for output in asked["output"]] == ["t4.json", "t4.md"]
     assert asked["minutes"] <= 4
 
 
 @pytest.mark.slow
-def test_the_gpu_script_runs_to_its_end_on_what_is_there(
+def test_the_gpu_script_runs_to_its_end_on_this_machine(
     tmp_path: Path, tiny_student: Path, tiny_teacher_folder: Path
 ) -> None:
     root = SCRIPT.parents[1]

@@ -1,4 +1,4 @@
-"""`distill` as a person types it."""
+"""`distill` from the command line."""
 
 import json
 from pathlib import Path
@@ -23,13 +23,13 @@ def refused(result: Result, code: int = 1) -> str:
 
 @pytest.fixture
 def short_run(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> list[str]:
-    """Words of a run of 6 steps."""
+    """Arguments of a run of 6 steps."""
     words = ["run", "--cache", toy_cache, "--corpus", "sentences", "--student", tiny_student]
     words += ["--output-dir", tmp_path / "run", "--max-steps", "6"]
     return [str(word) for word in words] + ["--set", "training.precision=fp32", "--set", "data.window=256"]
 
 
-def test_a_run_ends_with_a_student_and_the_next_command(short_run: list[str], tmp_path: Path) -> None:
+def test_a_run_leaves_a_student_and_prints_the_next_command(short_run: list[str], tmp_path: Path) -> None:
     result = distill(*short_run)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "run" / "final" / "modules.json").exists()
@@ -45,7 +45,7 @@ def test_the_same_command_again_has_nothing_to_do(short_run: list[str]) -> None:
     assert again == first
 
 
-def test_training_settings_are_flags_under_the_trainers_names(short_run: list[str]) -> None:
+def test_training_settings_are_flags_with_the_names_of_training_arguments(short_run: list[str]) -> None:
     result = distill(
         *short_run,
         "--learning-rate",
@@ -57,10 +57,10 @@ def test_training_settings_are_flags_under_the_trainers_names(short_run: list[st
     )
     training = yaml.safe_load(result.stdout)["training"]
     assert (training["learning_rate"], training["per_device_train_batch_size"]) == (3e-4, 16)
-    assert (training["max_steps"], training["precision"]) == (6, "fp32")  # --set is said last
+    assert (training["max_steps"], training["precision"]) == (6, "fp32")  # --set wins
 
 
-def test_a_yaml_file_is_a_run_and_flags_override_it(tmp_path: Path) -> None:
+def test_flags_override_a_yaml_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("cache: here\nobjective: {name: simcse}\ntraining: {seed: 7}\n")
     result = distill("run", tmp_path / "run.yaml", "--seed", "8", "--print-config")
     config = yaml.safe_load(result.stdout)
@@ -77,14 +77,14 @@ def test_a_mistyped_setting_names_the_nearest(short_run: list[str]) -> None:
     assert "training.learning_rate" in refused(distill(*short_run, "--set", "training.learning_rat=1"))
 
 
-def test_a_space_that_the_cache_lacks_is_refused(short_run: list[str], tmp_path: Path) -> None:
+def test_an_unknown_space_is_refused(short_run: list[str], tmp_path: Path) -> None:
     line = refused(distill(*short_run, "--space", "bge-m3"))
     assert "bge-m3" in line
     assert "toy@" in line
     assert not (tmp_path / "run").exists()
 
 
-def test_a_space_of_other_fields_is_refused_with_both_values(short_run: list[str], tmp_path: Path) -> None:
+def test_a_space_with_different_fields_is_refused_with_both_values(short_run: list[str], tmp_path: Path) -> None:
     line = refused(distill(*short_run, "--set", "space.prompt='query: '"))
     assert "prompt: wanted 'query: ', cached ''" in line
     assert not (tmp_path / "run").exists()
@@ -108,7 +108,7 @@ def test_a_corpus_with_missing_rows_is_refused(short_run: list[str], toy_cache: 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_student_folder_that_is_none_is_refused(short_run: list[str], tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_model_is_refused(short_run: list[str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "config.json" in refused(distill(*short_run, "--student", tmp_path / "empty"))
     assert not (tmp_path / "run").exists()
@@ -127,7 +127,7 @@ def test_evaluation_without_its_files_lists_them(tiny_student: Path, tmp_path: P
     assert "stsb_test.csv" in line
 
 
-def test_evaluation_has_the_promised_json(tiny_student: Path, tmp_path: Path) -> None:
+def test_evaluation_has_the_documented_json(tiny_student: Path, tmp_path: Path) -> None:
     rows = ["sentence1,sentence2,score", "the cat,a cat,4", "the sea,dogs ran,1", "a river,the river,5"]
     (tmp_path / "stsb_test.csv").write_text("\n".join(rows))
     result = distill("eval", tiny_student, "--data", tmp_path, "--tasks", "stsb", "--json")
@@ -150,13 +150,13 @@ def test_evaluation_has_the_promised_json(tiny_student: Path, tmp_path: Path) ->
         ("exports", "sentence_transformer"),
     ],
 )
-def test_names_can_be_listed(kind: str, some: str) -> None:
+def test_list_prints_names(kind: str, some: str) -> None:
     assert some in json.loads(distill("list", kind, "--json").stdout)
 
 
-def test_what_will_be_trained_is_said_before_it_is(short_run: list[str]) -> None:
-    said = distill(*short_run).stderr.splitlines()
-    assert said[0].startswith("teacher: toy · mean pooling · no prompt")
-    assert said[1] == "corpus: sentences, 349 of 400 records to train on, 45 texts held out"
-    assert said[2].startswith("student: tiny-bert · 2 layers of 16 · mean pooling")
-    assert said[3] == "method: talas, sharpness norm-one-view, fp32"
+def test_a_run_prints_teacher_corpus_student_and_method_before_training(short_run: list[str]) -> None:
+    printed = distill(*short_run).stderr.splitlines()
+    assert printed[0].startswith("teacher: toy · mean pooling · no prompt")
+    assert printed[1] == "corpus: sentences, 349 of 400 records to train on, 45 texts held out"
+    assert printed[2].startswith("student: tiny-bert · 2 layers of 16 · mean pooling")
+    assert printed[3] == "method: talas, sharpness norm-one-view, fp32"

@@ -1,4 +1,4 @@
-"""`distill eval` as a person types it: retrieval in three modes, and vectors that are kept."""
+"""`distill eval`: retrieval in three modes, and vectors that are reused."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def each_mode() -> list[str]:
 
 @pytest.fixture(scope="module")
 def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """25 documents and 5 queries that the tiny student knows and no cache has."""
+    """25 documents and 5 queries of words that the tiny student knows, in no cache."""
     folder = tmp_path_factory.mktemp("beir") / "small"
     folder.mkdir()
     texts = varied_texts(30, seed=9)
@@ -41,7 +41,7 @@ def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(toy_cache: Path, tiny_student: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of its own, "cache", and two runs on it: "projected" into its teacher's space, and "plain"."""
+    """A copy of the toy cache, "cache", and two runs on it: "projected" into the teacher's space, and "plain"."""
     root = tmp_path_factory.mktemp("runs")
     cache = Path(shutil.copytree(toy_cache, root / "cache"))
     for name, *more in (("projected", "export.projection=true"), ("plain",)):
@@ -72,15 +72,13 @@ def test_a_run_is_scored_by_itself_and_against_its_teacher(runs: Path, collectio
     assert asymmetric["metric"] == "ndcg_at_10"
     assert asymmetric["figures"].keys() == {"recall_at_100", "mrr_at_10", "queries", "documents"}
 
-    # The teacher's vectors are kept in the run's cache by now: it need not be named again, and nothing is asked.
+    # The teacher's vectors are in the run's cache now: nothing is encoded, and the teacher need not be named.
     again = distill("eval", model, "--retrieval", collection, *each_mode(), "--json")
     assert "lacks" not in again.stderr
     assert json.loads(again.stdout)["tasks"] == record["tasks"]
 
 
-def test_the_modes_are_what_each_model_alone_and_both_together_say(
-    runs: Path, collection: Path, tmp_path: Path
-) -> None:
+def test_each_mode_scores_as_the_models_do_alone(runs: Path, collection: Path, tmp_path: Path) -> None:
     student = scores(runs / "projected", "--retrieval", collection)["tasks"]["small"]
     teacher = scores("toy", "--retrieval", collection)["tasks"]["small"]
     words: list[str | Path] = ["--teacher", "toy", "--retrieval", collection, *each_mode()]
@@ -103,7 +101,7 @@ def test_asymmetric_retrieval_needs_a_student_in_its_teachers_space(
     assert "has vectors of 16 dimensions and toy of 32" in line
 
 
-def test_another_teacher_than_the_runs_is_refused(runs: Path, collection: Path, tmp_path: Path) -> None:
+def test_a_teacher_other_than_that_of_the_run_is_refused(runs: Path, collection: Path, tmp_path: Path) -> None:
     words: list[str | Path] = ["eval", runs / "projected", "--retrieval", collection, "--mode", "teacher"]
     line = refused(distill(*words, "--teacher", write_bert(tmp_path / "other")))
     assert "does not speak the cached space toy@" in line
@@ -113,7 +111,7 @@ def test_another_teacher_than_the_runs_is_refused(runs: Path, collection: Path, 
     assert "was trained on toy, so its vectors cannot be compared with those of bert" in line
 
 
-def test_a_text_that_the_cache_lacks_needs_the_model(toy_cache: Path, collection: Path) -> None:
+def test_a_text_without_a_vector_needs_the_model(toy_cache: Path, collection: Path) -> None:
     words: list[str | Path] = ["eval", "toy", "--retrieval", collection, "--mode", "teacher"]
     space = TeacherCache.open(toy_cache).space_record().space.slug
     line = refused(distill(*words, "--cache", toy_cache, "--space", space))
@@ -123,7 +121,7 @@ def test_a_text_that_the_cache_lacks_needs_the_model(toy_cache: Path, collection
     assert "the teacher's vectors are needed: name a cache" in line
 
 
-def test_a_models_vectors_are_kept_and_a_second_evaluation_encodes_none(
+def test_a_second_evaluation_reuses_the_vectors_of_the_first(
     tiny_student: Path, collection: Path, tmp_path: Path
 ) -> None:
     data = write_tasks(tmp_path / "data")
@@ -149,14 +147,14 @@ def test_a_models_vectors_are_kept_and_a_second_evaluation_encodes_none(
     assert without["average"]["all"] == (without["tasks"]["stsb"]["score"] + without["tasks"]["mrpc"]["score"]) / 2
 
 
-def test_queries_and_documents_are_asked_with_their_prompts(collection: Path, tmp_path: Path) -> None:
+def test_queries_and_documents_are_encoded_with_their_prompts(collection: Path, tmp_path: Path) -> None:
     model = write_sentence_transformer(tmp_path)
     words: list[str | Path] = ["eval", model, "--retrieval", collection]
     said = distill(*words).stderr
     assert "query: st · mean pooling · prompt 'the river '" in said
     assert "document: st · mean pooling · no prompt" in said
     said = distill(*words, "--query-prompt", "", "--document-prompt", "").stderr
-    assert "query, document: st" not in said  # one way for every role needs no names
+    assert "query, document: st" not in said  # with one prompt for all roles, the roles are not named
     assert "st · mean pooling · no prompt" in said
     cache = tmp_path / "cache"
     teacher: list[str | Path] = [
@@ -173,7 +171,7 @@ def test_queries_and_documents_are_asked_with_their_prompts(collection: Path, tm
     with TeacherCache.open(cache) as table:
         held = {record.space.prompt: record.space.slug for record in table.space_records().values()}
     assert held.keys() == {"the river ", "a mat "}
-    # Without the model, the space that is named, in the prompt that is.
+    # Without the model: the named space, with the given prompt.
     from_cache: list[str | Path] = ["--mode", "teacher", "--cache", cache, "--space", held["the river "]]
     result = distill(*words, *from_cache, "--teacher-document-prompt", "a mat ", "--json")
     assert result.exit_code == 0, result.output
@@ -190,16 +188,16 @@ def test_nothing_to_evaluate_on_is_refused(tiny_student: Path, collection: Path)
     )
 
 
-def test_modes_without_a_retrieval_and_unknown_ones_are_refused(tiny_student: Path, tmp_path: Path) -> None:
+def test_modes_without_a_retrieval_task_and_unknown_modes_are_refused(tiny_student: Path, tmp_path: Path) -> None:
     data = write_tasks(tmp_path / "data")
     words: list[str | Path] = ["eval", tiny_student, "--data", data, "--tasks", "stsb,mrpc"]
     result = distill(*words, "--mode", "teacher")
     assert result.exit_code == 2
-    assert "Invalid value for --mode: it is a mode of retrieval: say with --retrieval on which" in result.stderr
+    assert "Invalid value for --mode: it is a mode of --retrieval: give a folder with --retrieval" in result.stderr
     assert "'nonsense'" in refused(distill(*words, "--mode", "nonsense", "--teacher", "nosuchmodel"))
 
 
-def test_the_scores_say_what_they_depend_on(tiny_student: Path, collection: Path, tmp_path: Path) -> None:
+def test_the_scores_record_what_they_depend_on(tiny_student: Path, collection: Path, tmp_path: Path) -> None:
     data = write_tasks(tmp_path / "data")
     words: list[str | Path] = [tiny_student, "--data", data, "--tasks", "stsb,mrpc"]
     record = scores(*words, "--retrieval", collection, "-o", tmp_path / "scores.json")
@@ -213,7 +211,7 @@ def test_the_scores_say_what_they_depend_on(tiny_student: Path, collection: Path
 
 
 @pytest.mark.parametrize(("dtype", "used"), [("auto", "bfloat16"), ("bf16", "bfloat16"), ("fp32", "float32")])
-def test_the_precision_that_is_kept_is_the_one_that_was_used(
+def test_the_recorded_precision_is_the_one_that_was_used(
     tiny_student: Path, tmp_path: Path, dtype: str, used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distill.config.resolve_precision", lambda precision: "bf16")
@@ -224,7 +222,7 @@ def test_the_precision_that_is_kept_is_the_one_that_was_used(
     assert json.loads(result.stdout)["dtype"] == used
 
 
-def test_a_figure_that_is_no_number_is_null(
+def test_a_figure_that_is_not_a_number_is_null(
     tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distill.evaluation.sts import TextualSimilarity

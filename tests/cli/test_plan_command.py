@@ -1,4 +1,4 @@
-"""`distill plan` as a person types it."""
+"""`distill plan` from the command line."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def found() -> dict[str, Any]:
     return result
 
 
-def test_the_names_that_scripts_rely_on_are_there(found: dict[str, Any]) -> None:
+def test_the_json_has_the_documented_names(found: dict[str, Any]) -> None:
     assert found["peak_bytes"] == sum(found["breakdown"].values())
     assert found["flops_per_step"] > 0
     assert {"T4", "L4", "A100", "H100", "H200", "this CPU"} == set(found["devices"])
@@ -31,7 +31,7 @@ def test_low_memory_is_a_flag(found: dict[str, Any]) -> None:
     assert low["allocated_bytes"] < found["allocated_bytes"]
 
 
-def test_a_person_reads_what_fits_and_what_helps() -> None:
+def test_the_lines_say_whether_it_fits_and_what_helps() -> None:
     result = distill(*WORDS, "--device-memory", "300MB")
     assert result.exit_code == 0, result.output
     assert "does not fit into 300.0 MB; what helps:" in result.stdout
@@ -48,7 +48,7 @@ def test_a_cache_gives_the_width_the_lengths_and_the_steps(toy_cache: Path, tiny
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--length", "600"], "positions for 512"),
         (["--objective", "dskd"], "--teacher MODEL"),
@@ -58,5 +58,5 @@ def test_a_cache_gives_the_width_the_lengths_and_the_steps(toy_cache: Path, tiny
         (["--device-memory", "0.5"], "expected a size"),
     ],
 )
-def test_what_cannot_be_foretold_is_one_line(more: list[str], said: str) -> None:
-    assert said in refused(distill(*WORDS, *more))
+def test_missing_or_wrong_settings_are_one_line(more: list[str], message: str) -> None:
+    assert message in refused(distill(*WORDS, *more))

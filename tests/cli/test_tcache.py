@@ -1,4 +1,4 @@
-"""`tcache` as a person types it: what it prints, where, and how it ends."""
+"""`tcache` from the command line: output, streams and exit codes."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def run(*words: str | Path, stdin: str | None = None) -> Result:
 
 
 def refused(result: Result, code: int = 1) -> str:
-    """The one line of a known error."""
+    """The line that a known error prints."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -44,11 +44,11 @@ def cache(corpus: Path, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def test_build_json_has_the_promised_names_and_nothing_else_on_stdout(corpus: Path, tmp_path: Path) -> None:
+def test_build_prints_json_with_the_documented_names_and_nothing_else_on_stdout(corpus: Path, tmp_path: Path) -> None:
     result = run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c", "--json")
     record = json.loads(result.stdout)
-    promised = "rows distinct cached encoded truncated repaired quarantined tokens seconds space corpus cache"
-    assert set(promised.split()) <= set(record)
+    documented = "rows distinct cached encoded truncated repaired quarantined tokens seconds space corpus cache"
+    assert set(documented.split()) <= set(record)
     assert (record["rows"], record["distinct"], record["encoded"], record["corpus"]) == (5, 4, 4, "corpus")
 
 
@@ -58,13 +58,13 @@ def test_building_again_encodes_nothing_and_says_so(corpus: Path, cache: Path) -
     assert result.stdout.splitlines()[-1].startswith("next: distill run")
 
 
-def test_what_will_be_computed_is_said_before_it_is(corpus: Path, tmp_path: Path) -> None:
+def test_a_build_prints_the_space_and_the_number_of_texts_to_encode(corpus: Path, tmp_path: Path) -> None:
     result = run("build", corpus, "--teacher", "toy", "--prompt", "query: ", "--cache", tmp_path / "c")
     assert "prompt 'query: '" in result.stderr
     assert "4 distinct texts, 0 cached (0%), 4 to encode" in result.stderr
 
 
-def test_quiet_prints_the_result_alone(corpus: Path, tmp_path: Path) -> None:
+def test_quiet_prints_only_the_result(corpus: Path, tmp_path: Path) -> None:
     result = run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c", "-q")
     assert result.stderr == ""
     assert "next:" not in result.stdout
@@ -75,13 +75,13 @@ def test_flags_take_underscores_and_the_trainers_names(corpus: Path, tmp_path: P
     assert result.exit_code == 0, result.output
 
 
-def test_domains_of_a_column_are_kept_and_told(tmp_path: Path) -> None:
+def test_domains_of_a_column_are_stored_and_printed(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text("text,source\nx,web\ny,news\nz,web\n")
     words = (tmp_path / "c.csv", "--teacher", "toy", "--domain-key", "source", "--cache", tmp_path / "c")
     assert json.loads(run("plan", *words, "--json").stdout)["rows"] == 3
     assert run("build", *words).exit_code == 0
     assert json.loads(run("info", tmp_path / "c", "--json").stdout)["corpora"]["c"]["domains"] == {"web": 2, "news": 1}
-    assert "  domain web: 2 rows\n  domain news: 1 rows\n" in run("info", tmp_path / "c").stdout
+    assert "  domain web: 2 rows\n  domain news: 1 row\n" in run("info", tmp_path / "c").stdout
 
 
 def test_standard_input_is_a_corpus(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_standard_input_is_a_corpus(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["encoded"] == 2
 
 
-def test_the_cache_is_by_default_the_folder_that_the_environment_names(
+def test_the_default_cache_is_the_folder_in_tcache_home(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TCACHE_HOME", str(tmp_path / "home"))
@@ -98,7 +98,7 @@ def test_the_cache_is_by_default_the_folder_that_the_environment_names(
     assert (tmp_path / "home" / "cache.json").exists()
 
 
-def test_info_names_corpora_and_spaces(cache: Path) -> None:
+def test_info_prints_corpora_and_spaces(cache: Path) -> None:
     record = json.loads(run("info", cache, "--json").stdout)
     assert record["rows"] == 4
     assert record["corpora"]["corpus"]["rows"] == 5
@@ -107,7 +107,7 @@ def test_info_names_corpora_and_spaces(cache: Path) -> None:
     assert (space["dim"], space["storage"], space["present"], space["teacher"]) == (32, "float16", 4, "toy")
 
 
-def test_info_lists_refused_texts_with_the_reason(tmp_path: Path) -> None:
+def test_info_lists_quarantined_texts_with_the_reason(tmp_path: Path) -> None:
     texts = [f"nan {number} {'long ' * 30}" for number in range(120)]
     report = built(tmp_path, ["zero", "fine", *texts], teacher=BadVectors.options())
     (space,) = json.loads(run("info", tmp_path / "cache", "--json").stdout)["spaces"].values()
@@ -123,7 +123,7 @@ def test_info_lists_refused_texts_with_the_reason(tmp_path: Path) -> None:
     assert lines[1] == f"  quarantined row 2, {texts[0][:60]!r}: NaN in the teacher output"
 
 
-def test_a_corpus_needs_no_name_of_its_own(tmp_path: Path) -> None:
+def test_a_corpus_is_named_after_its_first_file(tmp_path: Path) -> None:
     for name in ("my file.txt", "b.txt"):
         (tmp_path / name).write_text("one\n")
     for given, name in ((tmp_path / "m*.txt", "my-file"), (tmp_path / "b.txt", "b")):
@@ -131,12 +131,12 @@ def test_a_corpus_needs_no_name_of_its_own(tmp_path: Path) -> None:
         assert json.loads(result.stdout)["corpus"] == name
 
 
-def test_a_name_that_cannot_be_is_refused_by_its_flag(corpus: Path, tmp_path: Path) -> None:
+def test_an_invalid_corpus_name_is_refused_with_the_flag(corpus: Path, tmp_path: Path) -> None:
     line = refused(run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c", "--name", "a b"))
-    assert "'a b' is not a corpus name: `name` takes" in line
+    assert "'a b' is not a corpus name: --name takes" in line
 
 
-def test_get_shows_what_the_teacher_said_and_fails_on_an_unknown_text(cache: Path) -> None:
+def test_get_prints_vectors_and_exits_with_1_on_an_unknown_text(cache: Path) -> None:
     found = json.loads(run("get", cache, "007", "NA", "--json").stdout)
     with TeacherCache.open(cache) as opened:
         expected = opened.space().gather(opened.lookup(["007", "NA"]))
@@ -146,7 +146,7 @@ def test_get_shows_what_the_teacher_said_and_fails_on_an_unknown_text(cache: Pat
     assert "not in this cache" in unknown.stdout
 
 
-def test_verify_ends_with_3_on_damage_and_names_it(cache: Path) -> None:
+def test_verify_exits_with_3_on_damage_and_names_it(cache: Path) -> None:
     assert run("verify", cache, "--deep").exit_code == 0
     (shard,) = cache.glob("spaces/*/vectors.zarr/c/0/0")
     shard.unlink()
@@ -157,7 +157,7 @@ def test_verify_ends_with_3_on_damage_and_names_it(cache: Path) -> None:
     assert [(damage["kind"], damage["rows"]) for damage in record["damage"]] == [("missing_shard", 4)]
 
 
-def test_plan_spends_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_plan_writes_nothing(corpus: Path, tmp_path: Path) -> None:
     record = json.loads(run("plan", corpus, "--teacher", "toy", "--cache", tmp_path / "c", "--json").stdout)
     assert (record["rows"], record["distinct"], record["cached"], record["missing"]) == (5, 4, 0, 4)
     assert record["bytes"]["float16"] == 4 * 32 * 2
@@ -165,13 +165,13 @@ def test_plan_spends_nothing(corpus: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_plan_counts_what_a_cache_has(corpus: Path, cache: Path) -> None:
+def test_plan_counts_cached_texts(corpus: Path, cache: Path) -> None:
     corpus.write_text(corpus.read_text(encoding="utf-8") + '\n{"text": "three"}', encoding="utf-8")
     record = json.loads(run("plan", corpus, "--teacher", "toy", "--cache", cache, "--json").stdout)
     assert (record["cached"], record["missing"]) == (4, 1)
 
 
-def test_doctor_builds_a_cache_of_its_own() -> None:
+def test_doctor_builds_a_small_cache() -> None:
     findings = {entry["what"]: entry for entry in json.loads(run("doctor", "--json").stdout)}
     assert findings["self-test"]["ok"]
 
@@ -191,7 +191,7 @@ def test_a_missing_corpus_is_one_line_and_leaves_nothing(tmp_path: Path) -> None
     assert not (tmp_path / "c").exists()
 
 
-def test_a_broken_line_is_named_and_publishes_no_corpus(corpus: Path, tmp_path: Path) -> None:
+def test_an_invalid_line_is_named_and_no_corpus_is_published(corpus: Path, tmp_path: Path) -> None:
     corpus.write_text(corpus.read_text(encoding="utf-8") + '\n{"text": "cut of', encoding="utf-8")
     line = refused(run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c"))
     assert f"{corpus}:6" in line
@@ -205,14 +205,14 @@ def test_a_cache_of_another_format_is_refused(cache: Path) -> None:
     assert "format 99" in refused(run("info", cache))
 
 
-def test_a_folder_that_is_no_cache_is_refused_and_untouched(corpus: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_cache_is_refused_and_unchanged(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
     assert "not a teacher cache" in refused(run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "photos"))
     assert os.listdir(tmp_path / "photos") == ["cat.jpg"]
 
 
-def test_a_full_disk_is_one_line_and_keeps_what_was_committed(
+def test_a_full_disk_is_one_line_and_committed_vectors_stay(
     corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus.write_text(corpus.read_text(encoding="utf-8") + '\n{"text": "three"}', encoding="utf-8")
@@ -227,7 +227,9 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_committed(
     assert "4 cached, 1 encoded" in run("build", corpus, "--teacher", "toy", "--cache", cache).stdout
 
 
-def test_what_the_system_refuses_is_one_line(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_operating_system_is_one_line(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("build", corpus, "--teacher", "toy", "--cache", corpus / "cache")
     assert refused(run(*words)) == f"error: File exists: {corpus}"
     assert isinstance(run(*words, "--traceback").exception, FileExistsError)
@@ -252,17 +254,17 @@ def test_a_lost_index_is_damage(cache: Path) -> None:
     assert [damage["kind"] for damage in json.loads(result.stdout)["damage"]] == ["damaged_cache"]
 
 
-def test_a_traceback_is_shown_when_asked_for(tmp_path: Path) -> None:
+def test_traceback_shows_the_traceback(tmp_path: Path) -> None:
     result = run("info", tmp_path, "--traceback")
     assert result.exception is not None
     assert type(result.exception).__name__ == "CacheNotFound"
 
 
-def test_storage_is_one_of_the_number_formats() -> None:
+def test_storage_choices_are_the_encodings() -> None:
     assert tuple(ENCODINGS) == STORAGE
 
 
-def test_a_space_is_converted_and_told_what_it_cost(corpus: Path, tmp_path: Path) -> None:
+def test_convert_prints_the_encodings_before_and_after(corpus: Path, tmp_path: Path) -> None:
     path = tmp_path / "c"
     run("build", corpus, "--teacher", "toy", "--cache", path, "--storage", "float32")
     result = run("convert", path, "--storage", "int8")
@@ -276,10 +278,10 @@ def test_a_space_is_converted_and_told_what_it_cost(corpus: Path, tmp_path: Path
     assert "no embedding space 'other'" in refused(run("convert", path, "--storage", "float16-raw", "--space", "other"))
 
 
-def test_an_export_comes_back_in_and_says_what_was_left_out(cache: Path, tmp_path: Path) -> None:
+def test_an_export_can_be_imported_and_prints_what_was_skipped(cache: Path, tmp_path: Path) -> None:
     result = run("export", cache, "--format", "npy", "-o", tmp_path / "out", "--corpus", "corpus")
     assert "5 vectors of 32 float16 numbers" in result.stdout
-    assert result.stdout.splitlines()[-1] == f"{tmp_path / 'out'}; left out: 0 quarantined"
+    assert result.stdout.splitlines()[-1] == f"{tmp_path / 'out'}; skipped: 0 quarantined"
     record = json.loads(run("import", tmp_path / "out", "--cache", tmp_path / "other", "--json").stdout)
     assert (record["rows"], record["stored"], record["corpus"]) == (5, 4, "corpus")
     result = run(
@@ -289,7 +291,7 @@ def test_an_export_comes_back_in_and_says_what_was_left_out(cache: Path, tmp_pat
     assert "is there already" in refused(run("export", cache, "--format", "npy", "-o", tmp_path / "out"))
 
 
-def test_vectors_beside_a_corpus_are_imported_with_what_is_said_of_them(corpus: Path, tmp_path: Path) -> None:
+def test_vectors_of_a_corpus_file_are_imported_with_teacher_and_fields(corpus: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "mine.npy", np.eye(5, 8)[[0, 1, 0, 3, 4]])
     words = ("import", tmp_path / "mine.npy", "--cache", tmp_path / "c", "--corpus", corpus)
     assert "name their model with --teacher" in refused(run(*words))
@@ -312,7 +314,7 @@ def test_caches_are_merged_and_the_result_verifies(cache: Path, tmp_path: Path) 
     assert "it is the cache that is merged into" in refused(run("merge", cache, "--into", cache))
 
 
-def test_verify_has_some_rows_encoded_again_by_the_teacher(cache: Path) -> None:
+def test_verify_with_a_teacher_encodes_some_rows_again(cache: Path) -> None:
     record = json.loads(run("verify", cache, "--teacher", "toy", "--every", "2", "--json").stdout)
     assert (record["ok"], record["deep"], record["reencoded"]) == (True, True, 2)
     assert "2 rows encoded again, 1 - cos at most" in run("verify", cache, "--teacher", "toy", "--every", "2").stdout
@@ -323,11 +325,11 @@ def test_verify_refuses_another_teacher_and_names_the_field(cache: Path) -> None
     assert "differs in prompt: wanted 'query: ', cached ''" in line
 
 
-def test_every_without_a_teacher_is_a_mistake(cache: Path) -> None:
+def test_every_without_a_teacher_is_a_usage_error(cache: Path) -> None:
     assert run("verify", cache, "--every", "2").exit_code == 2
 
 
-def test_a_repair_says_what_it_did_and_the_build_after_it_encodes_just_that(corpus: Path, cache: Path) -> None:
+def test_repair_prints_what_it_did_and_the_next_build_encodes_the_missing_rows(corpus: Path, cache: Path) -> None:
     (shard,) = cache.glob("spaces/*/vectors.zarr/c/0/0")
     shard.unlink()
     assert run("verify", cache).stdout.splitlines()[-1] == f"next: tcache repair {cache}"
@@ -347,7 +349,7 @@ def test_a_repair_says_what_it_did_and_the_build_after_it_encodes_just_that(corp
     }
 
 
-def test_a_repair_that_lacks_the_texts_ends_with_3_and_takes_them_from_a_file(corpus: Path, cache: Path) -> None:
+def test_repair_without_the_texts_exits_with_3_and_reads_them_from_a_file(corpus: Path, cache: Path) -> None:
     (cache / "texts/text/c/0").unlink()
     moved = corpus.rename(corpus.with_name("moved.jsonl"))
     result = run("repair", cache)
@@ -357,7 +359,7 @@ def test_a_repair_that_lacks_the_texts_ends_with_3_and_takes_them_from_a_file(co
     assert run("verify", cache, "--deep").exit_code == 0
 
 
-def test_a_lost_index_is_made_again(corpus: Path, cache: Path) -> None:
+def test_reindex_rebuilds_a_lost_index(corpus: Path, cache: Path) -> None:
     shutil.rmtree(cache / "index.lmdb")
     assert f"`tcache reindex {cache}`" in refused(run("info", cache))
     record = json.loads(run("reindex", cache, "--json").stdout)
@@ -365,7 +367,7 @@ def test_a_lost_index_is_made_again(corpus: Path, cache: Path) -> None:
     assert "4 cached, 0 encoded" in run("build", corpus, "--teacher", "toy", "--cache", cache).stdout
 
 
-def test_what_reindex_leaves_out_is_named_and_ends_with_3(cache: Path) -> None:
+def test_reindex_names_what_it_skips_and_exits_with_3(cache: Path) -> None:
     shutil.rmtree(cache / "index.lmdb")
     (cache / "corpora/corpus/corpus.json").unlink()
     result = run("reindex", cache)
@@ -373,7 +375,7 @@ def test_what_reindex_leaves_out_is_named_and_ends_with_3(cache: Path) -> None:
     assert "LEFT OUT: corpora/corpus" in result.stdout
 
 
-def test_gc_tells_what_it_frees(cache: Path) -> None:
+def test_gc_prints_what_it_frees(cache: Path) -> None:
     (cache / "damaged").mkdir()
     (cache / "damaged/file").write_bytes(bytes(1500))
     assert run("gc", cache, "--dry-run").stdout.splitlines() == ["damaged damaged: 1.5 kB", "1.5 kB would be freed"]
@@ -385,12 +387,12 @@ def test_gc_tells_what_it_frees(cache: Path) -> None:
     assert (info["rows"], info["spaces"], info["corpora"]) == (4, {}, {})
 
 
-def test_gc_of_what_is_not_there_is_one_line(cache: Path) -> None:
+def test_gc_of_an_unknown_space_or_corpus_is_one_line(cache: Path) -> None:
     assert "no embedding space 'other'" in refused(run("gc", cache, "--space", "other"))
     assert "no corpus 'other'" in refused(run("gc", cache, "--corpus", "other"))
 
 
-def test_a_sealed_index_is_told_with_its_file(cache: Path) -> None:
+def test_seal_prints_the_file_of_the_sealed_index(cache: Path) -> None:
     record = json.loads(run("seal", cache, "--json").stdout)
     assert record["rows"] == 4
     assert record["path"] == str(cache / "index.sealed" / "data.mdb")
@@ -398,7 +400,7 @@ def test_a_sealed_index_is_told_with_its_file(cache: Path) -> None:
     assert "4 rows sealed at 20" in run("seal", cache).stdout
 
 
-def test_sealing_what_is_no_cache_is_refused(tmp_path: Path) -> None:
+def test_sealing_a_folder_that_is_not_a_cache_is_refused(tmp_path: Path) -> None:
     assert "no teacher cache at" in refused(run("seal", tmp_path))
 
 
@@ -411,19 +413,20 @@ def test_sealing_what_is_no_cache_is_refused(tmp_path: Path) -> None:
         (("import", "v.npy", "--corpus", "-", "--teacher", "x"), "save standard input to a file"),
     ],
 )
-def test_what_would_be_ignored_is_a_mistake_of_usage(words: tuple[str, ...], said: str) -> None:
+def test_an_option_without_effect_is_a_usage_error(words: tuple[str, ...], said: str) -> None:
     result = run(*words)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-def test_ctrl_c_says_that_the_same_command_goes_on(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_prints_how_to_resume(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("teacher_cache.building.build.ingest", stopped)
     result = run("build", corpus, "--teacher", "toy", "--cache", tmp_path / "c")
     assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1] == "stopped; what was committed is kept, and the same command goes on"
+    assert (
+        result.stderr.splitlines()[-1]
+        == "interrupted; what was committed is kept: run the same command again to resume"
+    )
