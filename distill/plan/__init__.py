@@ -1,1 +1,1 @@
-"""What a training step will take, foretold without the device it will run on."""
+"""Estimates of a training step's memory, FLOPs and time, made before anything runs."""

@@ -1,13 +1,12 @@
-"""How long a step takes on a device: the roofline of its kernels, from published peaks or, here, from a probe.
+"""The time of a step on a device: a roofline over its kernels, from published peaks or, for this CPU, a measurement.
 
-A kernel takes the longer of its arithmetic and its memory traffic, at a share of the peaks that real kernels reach;
-a step takes at least what launching its kernels one by one from Python takes. Where a step is bound by neither the
-estimate is good to a factor of about 1.5; ratios between settings on one device are better than that.
+A kernel takes the longer of its arithmetic and its memory traffic, at the share of the peaks that real kernels reach.
+A step takes at least the time to launch its kernels one by one from Python. Estimates are good to a factor of about
+1.5; ratios between settings on one device are better than that.
 """
 
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,10 @@ from distill.errors import ConfigError
 if TYPE_CHECKING:
     from distill.plan.tracker import Operation
 
-# What kernels of an encoder's sizes reach of a GPU's published peaks. With these a T4 takes 0.9 of the step that the
-# TALAS paper measured on one.
+# What kernels of an encoder's sizes reach of a GPU's published peaks. With these the estimate for a T4 is 0.9 of the
+# step time that the TALAS paper reports for one.
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.4, 0.65
-# One kernel from Python, autograd's bookkeeping included.
+# One kernel launched from Python, with autograd's bookkeeping.
 LAUNCH_SECONDS = 10e-6
 CPU = "this CPU"
 PROBE_SECONDS = 0.15
@@ -32,9 +31,11 @@ class Device:
 
     Attributes:
         memory: bytes.
-        flops: a second, by precision: dense, without sparsity; a precision that it does not have is left out.
-        bandwidth: bytes a second.
-        launch: seconds that a kernel takes at least.
+        flops: FLOP/s by precision, dense; precisions that the device lacks are absent.
+        bandwidth: bytes per second.
+        compute_share: share of `flops` that kernels reach.
+        bandwidth_share: share of `bandwidth` that kernels reach.
+        launch: least seconds per kernel.
     """
 
     name: str
@@ -46,16 +47,16 @@ class Device:
     launch: float = LAUNCH_SECONDS
 
     def precision(self, wanted: str) -> str:
-        """The precision that `auto` is on this device; any other is itself."""
+        """`wanted`, with "auto" resolved for this device."""
         if wanted != "auto":
             return wanted
         return next(name for name in ("bf16", "fp16", "fp32") if name in self.flops)
 
     def seconds(self, operations: Sequence["Operation"]) -> float:
-        """Of these kernels, one after another.
+        """Estimated seconds of these kernels, run one after another.
 
         Raises:
-            KeyError: one computes in a precision that the device does not have.
+            KeyError: a kernel's precision is not in `flops`.
         """
         bandwidth = self.bandwidth * self.bandwidth_share
         busy = 0.0
@@ -72,7 +73,7 @@ def _gpu(name: str, memory: float, half: float, single: float, bandwidth: float,
     return Device(name, int(memory), flops, bandwidth)
 
 
-# From the vendor's data sheets: tensor cores without sparsity, fp32 without them; memory that a process can have.
+# From the vendor's data sheets: tensor cores without sparsity, fp32 without tensor cores; memory usable by a process.
 GPUS: tuple[Device, ...] = (
     _gpu("T4", 15e9, 65e12, 8.1e12, 320e9, bf16=False),
     _gpu("L4", 23e9, 121e12, 30.3e12, 300e9),
@@ -83,7 +84,7 @@ GPUS: tuple[Device, ...] = (
 
 
 def this_processor() -> Device:
-    """This machine's processor with the threads that torch has: products and copies, timed for a second."""
+    """This machine's CPU with torch's threads; matrix products and copies are timed for about a second."""
     import torch
 
     size = 768
@@ -91,24 +92,23 @@ def this_processor() -> Device:
     with torch.no_grad():
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             left, right = torch.randn(2048, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
-            flops[name] = 2 * 2048 * size * size / _best(partial(torch.matmul, left, right))
+            flops[name] = 2 * 2048 * size * size / _fastest(partial(torch.matmul, left, right))
         source = torch.randn(2**24)
         target = torch.empty_like(source)
-        bandwidth = 2 * source.nbytes / _best(partial(target.copy_, source))
+        bandwidth = 2 * source.nbytes / _fastest(partial(target.copy_, source))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # What was timed are such kernels themselves; drawing dropout masks and transcendental functions cost more.
-    return Device(CPU, memory, flops, bandwidth, compute_share=0.8, bandwidth_share=0.4, launch=LAUNCH_SECONDS)
+    # Real kernels are timed, so compute gets a higher share; dropout masks and transcendental functions cost more
+    # than a copy.
+    return Device(CPU, memory, flops, bandwidth, compute_share=0.8, bandwidth_share=0.4)
 
 
-def _best(call: Any) -> float:
-    """Seconds of the fastest call: others share the machine."""
-    call()
-    best, until = float("inf"), time.perf_counter() + PROBE_SECONDS
-    while time.perf_counter() < until:
-        begun = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - begun)
-    return best
+def _fastest(call: Callable[[], Any]) -> float:
+    """Seconds of the fastest of many calls, because other processes share the machine."""
+    import torch
+    from torch.utils.benchmark import Timer
+
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=PROBE_SECONDS).times)
 
 
 def _precision(dtype: Any) -> str:
@@ -116,10 +116,10 @@ def _precision(dtype: Any) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """ "15GB", "15 GiB", "800MB" or a number of bytes.
+    """Bytes of a size such as "15GB", "15 GiB", "800MB" or "123".
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text is no such size.
     """
     units = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
     number = text.strip().rstrip("BbIiKkMmGgTt ")

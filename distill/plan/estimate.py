@@ -1,4 +1,4 @@
-"""From traces of fake steps to what a person asks: how much memory, how long, does it fit, and what if it does not."""
+"""The estimate of `distill plan`: memory, time per device, whether it fits, and suggestions if it does not."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from distill.config import RunConfig, resolve_precision
+from distill.config import RunConfig, TeacherConfig, resolve_precision
 from distill.errors import ConfigError, NeedsNotMet
 from distill.objectives import load_objective
 from distill.objectives.base import TeacherShape
@@ -19,21 +19,21 @@ from distill.training.targets import Targets
 from teacher_cache.table.cache import TeacherCache
 
 ATTENTION = ("fused", "eager")
-# A change that saves less than this is no help.
-WORTHWHILE = 0.03
+# Suggestions lower the peak by at least this share.
+LEAST_SAVING = 0.03
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """One device.
+class DeviceEstimate:
+    """The estimate for one device.
 
     Attributes:
-        step_ms: milliseconds of an optimiser step; None where the device lacks the precision.
-        fits: its memory holds the peak.
+        step_ms: milliseconds per optimizer step; None if the device lacks the precision.
+        fits: whether its memory holds the peak.
         peak_bytes: on this device.
         precision: that it would train in.
-        hours: of the whole training; None where the number of records is not known.
-        note: what there is to say, "" mostly.
+        hours: of the whole training; None if the number of records is unknown.
+        note: a remark, or "".
     """
 
     step_ms: float | None
@@ -46,11 +46,13 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change that lowers the peak.
+    """A change of settings that lowers the peak.
 
     Attributes:
-        change: for people, with what it costs.
-        settings: `key=value` of a run.
+        change: a description with its cost.
+        settings: `key=value` overrides of a run.
+        peak_bytes: with the change.
+        fits: whether `device_memory` holds it.
     """
 
     change: str
@@ -61,21 +63,21 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training will take.
+    """The estimate for a training.
 
     Attributes:
-        peak_bytes: that a GPU must have for torch: what is allocated at the peak and what the allocator keeps beyond.
-        allocated_bytes: of these, allocated: `torch.cuda.max_memory_allocated`.
+        peak_bytes: GPU memory that torch needs: bytes allocated at the peak plus what the allocator reserves beyond.
+        allocated_bytes: the allocated part, `torch.cuda.max_memory_allocated`.
         breakdown: `peak_bytes` by kind.
-        flops_per_step: of an optimiser step, all micro-batches, an online teacher among them.
+        flops_per_step: of an optimizer step with all micro-batches, an online teacher included.
         parameters: of the student.
         lengths: tokens of a typical and of the largest batch, and the corpus's quantiles.
-        devices: by name.
-        device_memory: bytes that suggestions are for.
-        fits: `peak_bytes` do.
-        suggestions: empty where it fits, or nothing helps; those that make it fit first.
-        steps: of the whole training; None where the number of records is not known.
-        assumptions: what was not looked at.
+        devices: estimates by device name.
+        device_memory: bytes that the step should fit into.
+        fits: whether `peak_bytes` fit.
+        suggestions: those that make it fit first; empty if it fits or no change helps.
+        steps: of the whole training; None if the number of records is unknown.
+        assumptions: what the estimate leaves out or assumes.
     """
 
     student: str
@@ -90,7 +92,7 @@ class Plan:
     flops_per_step: float
     parameters: int
     lengths: dict[str, Any]
-    devices: dict[str, Outlook]
+    devices: dict[str, DeviceEstimate]
     device_memory: int
     fits: bool
     suggestions: tuple[Suggestion, ...]
@@ -102,8 +104,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What is followed: settings, models and lengths."""
+class _Workload:
+    """What is traced: settings, models and lengths."""
 
     config: RunConfig
     student: Model
@@ -112,9 +114,16 @@ class _Question:
     online: Model | None
     attention: str
 
-    def follow(self, device: str, precision: str, lengths: Sequence[int]) -> Trace:
-        student = self.student.attending("eager" if device == "cuda" and self.attention == "eager" else None)
+    def trace(self, device: str, precision: str, lengths: Sequence[int]) -> Trace:
+        student = self.student.with_attention("eager" if device == "cuda" and self.attention == "eager" else None)
         return trace(self.config, student, self.shape, lengths, device=device, precision=precision, online=self.online)
+
+    def traces(self, device: str, precision: str) -> tuple[Trace, Trace]:
+        """Traces of the largest and of the typical batch."""
+        largest = self.trace(device, precision, self.lengths.largest)
+        if self.lengths.largest == self.lengths.typical:
+            return largest, largest
+        return largest, self.trace(device, precision, self.lengths.typical)
 
 
 def plan(
@@ -129,75 +138,74 @@ def plan(
     suggest: bool = True,
     announce: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Foretell memory and time of a step of `config`; no weights are loaded, nothing is written.
+    """Estimate memory and time of a step of `config`; no weights are loaded, nothing is written.
 
     Args:
-        length: tokens of every text, specials included; None takes the corpus's own lengths.
-        teacher_dim: width of the teacher's vectors; None takes the space's, or the online teacher's.
-        teacher: model folder or shape that is asked at every step on the same device; None is a cached teacher.
-        attention: on GPUs: "fused", as torch's kernels compute it, or "eager", which keeps every attention map.
-        device_memory: bytes that a step should fit into; None is the smallest GPU of the table.
-        records: that an epoch has; None takes the corpus's.
-        suggest: where it does not fit, look for what would make it.
-        announce: is told what is being followed.
+        length: tokens of every text, special tokens included; None takes the corpus's lengths.
+        teacher_dim: width of the teacher's vectors; None takes the space's or the online teacher's.
+        teacher: model folder or shape of an online teacher on the same device; None is a cached teacher.
+        attention: on GPUs: "fused" kernels of torch, or "eager", which keeps every attention map.
+        device_memory: bytes that a step should fit into; None is the smallest GPU of `GPUS`.
+        records: records of an epoch; None takes the corpus's.
+        suggest: search for changes that make it fit if it does not.
+        announce: called with a line before each part.
 
     Raises:
-        KnownError: settings that no run can have, or a model, cache or length that is not there.
+        KnownError: settings that no run can have, or a missing model, cache or length.
     """
     config.check()
     if attention not in ATTENTION:
         raise ConfigError(f"attention: expected {' or '.join(ATTENTION)}, found {attention!r}")
-    question, corpus_records = _question(config, length, teacher_dim, teacher, attention)
-    records = records if records is not None else corpus_records
-    steps = _steps(config, records)
+    workload, corpus_records = _workload(config, length, teacher_dim, teacher, attention)
+    steps = _steps(config, records if records is not None else corpus_records)
     wanted = config.training.precision
-    on_gpu = "fp16" if wanted == "auto" else wanted
+    gpu_precision = "fp16" if wanted == "auto" else wanted
     memory = device_memory or GPUS[0].memory
-    announce(f"following a step of {question.student.name}, {config.objective.name}, {on_gpu}")
-    peak, typical = _traces(question, "cuda", on_gpu)
-    devices = {gpu.name: _outlook(gpu, wanted, peak.peak, typical, steps) for gpu in GPUS}
-    announce("following it on this processor")
-    devices[CPU] = _on_processor(question, wanted, steps)
-    fits = peak.peak <= memory
-    found: list[Suggestion] = []
+    announce(f"tracing a step of {workload.student.name}, {config.objective.name}, {gpu_precision}")
+    largest, typical = workload.traces("cuda", gpu_precision)
+    devices = {gpu.name: _device_estimate(gpu, wanted, largest.peak, typical, steps) for gpu in GPUS}
+    announce("tracing it for this CPU")
+    devices[CPU] = _cpu_estimate(workload, wanted, steps)
+    fits = largest.peak <= memory
+    suggestions: list[Suggestion] = []
     if suggest and not fits:
-        announce("looking for what would make it fit")
-        found = sorted(
-            _suggestions(question, on_gpu, peak.peak, memory), key=lambda one: (not one.fits, one.peak_bytes)
+        announce("searching for changes that make it fit")
+        suggestions = sorted(
+            _suggestions(workload, gpu_precision, largest.peak, memory), key=lambda one: (not one.fits, one.peak_bytes)
         )
     return Plan(
-        student=question.student.name,
+        student=workload.student.name,
         objective=config.objective.name,
         sharpness=config.sharpness.name,
         batch=config.training.per_device_train_batch_size,
-        precision=on_gpu,
+        precision=gpu_precision,
         attention=attention,
-        peak_bytes=peak.peak,
-        allocated_bytes=peak.allocated,
-        breakdown=peak.breakdown,
+        peak_bytes=largest.peak,
+        allocated_bytes=largest.allocated,
+        breakdown=largest.breakdown,
         flops_per_step=typical.flops,
-        parameters=peak.parameters,
+        parameters=largest.parameters,
         lengths={
-            "typical": _summary(question.lengths.typical),
-            "largest": _summary(question.lengths.largest),
-            "quantiles": question.lengths.quantiles,
-            "texts": question.lengths.texts,
+            "typical": _summary(workload.lengths.typical),
+            "largest": _summary(workload.lengths.largest),
+            "quantiles": workload.lengths.quantiles,
+            "texts": workload.lengths.texts,
         },
         devices=devices,
         device_memory=memory,
         fits=fits,
-        suggestions=tuple(found),
+        suggestions=tuple(suggestions),
         steps=steps,
-        assumptions=tuple(_assumptions(question)),
+        assumptions=tuple(_assumptions(workload)),
     )
 
 
-def _question(
+def _workload(
     config: RunConfig, length: int | None, teacher_dim: int | None, teacher: str | None, attention: str
-) -> tuple[_Question, int | None]:
-    """What is to be followed, and how many records an epoch has."""
+) -> tuple[_Workload, int | None]:
+    """What to trace, and the number of records of an epoch."""
     if not config.cache and (config.space is not None or config.corpus is not None):
-        raise ConfigError("--space and --corpus are parts of a cache: give --cache DIR too, or leave them out")
+        raise ConfigError("`space` and `corpus` are parts of a cache: give `cache` too, or leave them out")
     student = student_model(config.student)
     batch = config.training.per_device_train_batch_size
     if length is not None:
@@ -207,86 +215,68 @@ def _question(
         online = teacher_model(teacher or config.teacher.model, trust_remote_code=config.teacher.trust_remote_code)
     records = None
     shape = None if online is None else online.teacher_shape
+    lengths = None if length is None else Lengths.uniform(batch, length)
     with ExitStack() as stack:
         if config.cache:
             cache = stack.enter_context(TeacherCache.open(config.cache))
-            # An online teacher may be a shape here, which no space was made with.
-            offline = replace(config, teacher=type(config.teacher)())
-            targets = Targets(offline, cache)
-            shape = shape or targets.shape
+            # An online teacher may be a shape here, which is the teacher of no space.
+            cached = Targets(replace(config, teacher=TeacherConfig()), cache)
+            shape = shape or cached.shape
         if teacher_dim is not None:
             shape = replace(shape, dim=teacher_dim) if shape else TeacherShape(teacher_dim, normalized=True)
         if shape is None:
             raise ConfigError(
-                "the width of the teacher's vectors is not known: give --teacher-dim N, --cache DIR, or --teacher "
-                "MODEL that is asked at every step"
+                "the width of the teacher's vectors is unknown: give `teacher_dim`, `cache`, or the online `teacher`"
             )
-        if config.cache and (length is None or config.corpus is not None or cache.corpora()):
+        if config.cache and (lengths is None or config.corpus is not None or cache.corpora()):
             manifest = cache.corpus(config.corpus)
             records = len(manifest)
-            lengths = (
-                corpus_lengths(
-                    cache,
-                    manifest,
-                    student,
-                    config.student.prompt,
-                    batch,
-                    by_length=config.data.group_by_length,
-                    seed=config.training.seed,
-                )
-                if length is None
-                else Lengths.alike(batch, length)
+            lengths = lengths or corpus_lengths(
+                cache,
+                manifest,
+                student,
+                config.student.prompt,
+                batch,
+                by_length=config.data.group_by_length,
+                seed=config.training.seed,
             )
-        elif length is None:
-            raise ConfigError("how long texts are is not known: give --length N tokens, or --cache DIR with a corpus")
-        else:
-            lengths = Lengths.alike(batch, length)
-    _check_tokens(config, shape)
-    return _Question(config, student, shape, lengths, online, attention), records
+    if lengths is None:
+        raise ConfigError("the length of the texts is unknown: give `length` in tokens, or a `cache` with a corpus")
+    if load_objective(config.objective.name).needs.tokens and shape.token_dim is None:
+        raise NeedsNotMet(
+            f"objective {config.objective.name} compares tokens, and only the width of the teacher's vectors is known: "
+            "give `teacher` (a model folder or shape:NAME), or a `cache` with token states"
+        )
+    return _Workload(config, student, shape, lengths, online, attention), records
 
 
 def _check_length(student: Model, length: int) -> None:
     if student.positions is not None and length > student.positions:
         raise ConfigError(
-            f"length is {length} tokens, but {student.name} has positions for {student.positions}; give at most that"
+            f"`length` is {length} tokens, but {student.name} has positions for {student.positions}; give at most that"
         )
     if length < 2:
-        raise ConfigError(f"length is {length}; expected at least 2 tokens, the specials are among them")
+        raise ConfigError(f"`length` is {length}; expected at least 2 tokens, special tokens included")
 
 
-def _check_tokens(config: RunConfig, shape: TeacherShape) -> None:
-    if load_objective(config.objective.name).needs.tokens and shape.token_dim is None:
-        raise NeedsNotMet(
-            f"objective {config.objective.name} compares tokens, and of the teacher only the width of its vectors is "
-            "known: give --teacher MODEL (a folder or shape:NAME), or a --cache that keeps its tokens"
-        )
-
-
-def _traces(question: _Question, device: str, precision: str) -> tuple[Trace, Trace]:
-    """Of the largest and of the typical batch."""
-    lengths = question.lengths
-    largest = question.follow(device, precision, lengths.largest)
-    if lengths.largest == lengths.typical:
-        return largest, largest
-    return largest, question.follow(device, precision, lengths.typical)
-
-
-def _outlook(device: Device, wanted: str, peak: int, typical: Trace, steps: int | None, note: str = "") -> Outlook:
+def _device_estimate(
+    device: Device, wanted: str, peak: int, typical: Trace, steps: int | None, note: str = ""
+) -> DeviceEstimate:
     precision, fits = device.precision(wanted), peak <= device.memory
     if precision not in device.flops:
-        return Outlook(None, fits, peak, precision, None, f"has no {precision}")
+        return DeviceEstimate(None, fits, peak, precision, None, f"has no {precision}")
     seconds = sum(share * device.seconds(operations) for share, operations in typical.steps)
     hours = None if steps is None else round(steps * seconds / 3600, 2)
-    return Outlook(round(seconds * 1000, 1), fits, peak, precision, hours, note)
+    return DeviceEstimate(round(seconds * 1000, 1), fits, peak, precision, hours, note)
 
 
-def _on_processor(question: _Question, wanted: str, steps: int | None) -> Outlook:
+def _cpu_estimate(workload: _Workload, wanted: str, steps: int | None) -> DeviceEstimate:
     note, precision = "", wanted
     if wanted == "fp16":
-        precision, note = "auto", "processors have no fp16 training"
+        precision, note = "auto", "CPUs have no fp16 training"
     precision = resolve_precision(precision)
-    peak, typical = _traces(question, "cpu", precision)
-    return _outlook(this_processor(), precision, peak.peak, typical, steps, note)
+    largest, typical = workload.traces("cpu", precision)
+    return _device_estimate(this_processor(), precision, largest.peak, typical, steps, note)
 
 
 def _steps(config: RunConfig, records: int | None) -> int | None:
@@ -299,52 +289,43 @@ def _steps(config: RunConfig, records: int | None) -> int | None:
     return math.ceil(math.ceil(batches / training.gradient_accumulation_steps) * training.num_train_epochs)
 
 
-def _suggestions(question: _Question, precision: str, peak: int, memory: int) -> Iterator[Suggestion]:
-    """What helps, alone and the two that cost least together, each followed like the settings themselves."""
-    for change, changed, settings in _changes(question):
+def _suggestions(workload: _Workload, precision: str, peak: int, memory: int) -> Iterator[Suggestion]:
+    """The changes that lower the peak, each traced like the settings themselves."""
+    for change, changed, settings in _changes(workload):
         try:
             changed.config.check()
-        except ConfigError:  # what is asked for does not go with it
+        except ConfigError:  # the change does not go with the other settings
             continue
-        found = changed.follow("cuda", precision, changed.lengths.largest).peak
-        if found < peak * (1 - WORTHWHILE):
-            yield Suggestion(change, settings, found, found <= memory)
+        lowered = changed.trace("cuda", precision, changed.lengths.largest).peak
+        if lowered < peak * (1 - LEAST_SAVING):
+            yield Suggestion(change, settings, lowered, lowered <= memory)
 
 
-def _changes(question: _Question) -> Iterator[tuple[str, _Question, tuple[str, ...]]]:
-    training, lengths = question.config.training, question.lengths
+def _changes(workload: _Workload) -> Iterator[tuple[str, _Workload, tuple[str, ...]]]:
+    """Single changes, and the two cheapest together: description, changed workload, `key=value` settings."""
+    training, lengths = workload.config.training, workload.lengths
     batch = training.per_device_train_batch_size
 
-    def changed(**values: Any) -> _Question:
-        return replace(question, config=replace(question.config, training=replace(training, **values)))
+    def changed(change: str, **values: Any) -> tuple[str, _Workload, tuple[str, ...]]:
+        config = replace(workload.config, training=replace(training, **values))
+        settings = (f"training.{key}={str(value).lower()}" for key, value in values.items())
+        return change, replace(workload, config=config), tuple(settings)
 
+    low, eight_bit = {"memory": "low"}, {"optim": "adamw_bnb_8bit"}
     if training.memory != "low":
-        yield (
-            "blocks computed again in the backward pass: a slower step",
-            changed(memory="low"),
-            ("training.memory=low",),
-        )
-    eight = {"optim": "adamw_bnb_8bit"}
+        yield changed("activation checkpointing: a slower step", **low)
     if not training.is_8bit:
-        text = "optimiser states in 8 bits: another rounding of the updates"
-        yield text, changed(**eight), ("training.optim=adamw_bnb_8bit",)
+        yield changed("optimizer states in 8 bits: other rounding of the updates", **eight_bit)
     if not training.freeze_embeddings:
-        text = "word embeddings left as they are: fewer weights are trained"
-        yield text, changed(freeze_embeddings=True), ("training.freeze_embeddings=true",)
+        yield changed("frozen word embeddings: fewer weights are trained", freeze_embeddings=True)
     if batch >= 4:
-        accumulation = training.gradient_accumulation_steps * 2
-        half = changed(per_device_train_batch_size=batch // 2, gradient_accumulation_steps=accumulation)
-        fewer = replace(
-            lengths, typical=lengths.typical[::2], largest=tuple(sorted(lengths.largest)[batch - batch // 2 :])
+        change, half, settings = changed(
+            "half the batch, twice the accumulation: losses that compare the texts of a batch see half of them",
+            per_device_train_batch_size=batch // 2,
+            gradient_accumulation_steps=training.gradient_accumulation_steps * 2,
         )
-        yield (
-            "half the batch, twice the accumulation: terms that compare the texts of a batch see half of them",
-            replace(half, lengths=fewer),
-            (
-                f"training.per_device_train_batch_size={batch // 2}",
-                f"training.gradient_accumulation_steps={accumulation}",
-            ),
-        )
+        largest = tuple(sorted(lengths.largest)[batch - batch // 2 :])
+        yield change, replace(half, lengths=replace(lengths, typical=lengths.typical[::2], largest=largest)), settings
     longest = max(lengths.largest)
     if longest >= 32:
         cut = longest // 2
@@ -353,28 +334,27 @@ def _changes(question: _Question) -> Iterator[tuple[str, _Question, tuple[str, .
             typical=tuple(min(length, cut) for length in lengths.typical),
             largest=tuple(min(length, cut) for length in lengths.largest),
         )
-        yield f"texts cut to {cut} tokens", replace(question, lengths=shorter), (f"student.max_length={cut}",)
+        yield f"texts cut to {cut} tokens", replace(workload, lengths=shorter), (f"student.max_length={cut}",)
     if training.memory != "low" and not training.is_8bit:
-        text = "both: blocks computed again, and optimiser states in 8 bits"
-        yield text, changed(memory="low", **eight), ("training.memory=low", "training.optim=adamw_bnb_8bit")
+        yield changed("both: activation checkpointing, and optimizer states in 8 bits", **low, **eight_bit)
 
 
 def _summary(lengths: Sequence[int]) -> dict[str, float]:
     return {"texts": len(lengths), "mean": round(sum(lengths) / len(lengths), 1), "longest": max(lengths)}
 
 
-def _assumptions(question: _Question) -> Iterator[str]:
-    if question.attention == "fused":
+def _assumptions(workload: _Workload) -> Iterator[str]:
+    if workload.attention == "fused":
         yield "GPUs compute attention with torch's memory-efficient kernel, which keeps no attention maps"
     else:
-        yield "GPUs compute attention step by step, and keep its maps (eager)"
-    if uses_expandable_segments(question.config.training):
-        yield "a GPU's memory is taken in segments that grow (expandable_segments:True)"
-    yield "an epoch has every record: held-out ones, and a last batch that is dropped, are not taken off"
-    yield "the driver's own memory on a GPU, and Python's on a processor, come on top"
-    if question.online is not None:
+        yield "GPUs compute eager attention, which keeps its maps"
+    if uses_expandable_segments(workload.config.training):
+        yield "GPU memory is allocated in expandable segments (expandable_segments:True)"
+    yield "an epoch has every record; held-out records and a dropped last batch are not subtracted"
+    yield "memory of the driver on a GPU, and of Python on a CPU, is not included"
+    if workload.online is not None:
         yield "the teacher has as many tokens as the student, and runs in the precision of training"
-    if not question.lengths.quantiles:
-        yield "all texts are equally long"
-    if question.lengths.sampled:
-        yield f"lengths are those of {question.lengths.texts:,} texts of the corpus; the others may hold longer ones"
+    if not workload.lengths.quantiles:
+        yield "all texts have the same length"
+    if workload.lengths.sampled:
+        yield f"lengths are those of {workload.lengths.texts:,} sampled texts; the others may be longer"

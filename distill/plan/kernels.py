@@ -1,16 +1,16 @@
-"""What a device's kernels keep for the backward pass, on a machine that does not have the device.
+"""What a device's kernels keep for the backward pass, on a machine without the device.
 
-Fake tensors live on the processor, whose kernels keep other tensors than a GPU's do. Inside `kernels("cuda")` these
-functions do what torch does with CUDA tensors:
+Fake tensors are on the CPU, whose kernels keep other tensors than a GPU's. Inside `kernels("cuda")` these functions
+behave as torch does with CUDA tensors:
 
-    layer norm, softmax, ...    in float32 under autocast (torch's list for CUDA)
-    dropout                     keeps a mask of 1 byte, not one in the input's precision
-    attention                   scaled_dot_product_attention with an arbitrary mask goes to the memory-efficient
-                                kernel, which keeps its inputs, its output and one float32 a row, no probabilities;
-                                its backward computes them again. (Flash attention takes no mask.)
+    layer norm, softmax, ...    run in float32 under autocast (torch's list for CUDA)
+    dropout                     keeps a mask of 1 byte per number, not one in the input's precision
+    attention                   scaled_dot_product_attention with a mask uses the memory-efficient kernel, which keeps
+                                its inputs, its output and one float32 per row; its backward pass recomputes the
+                                probabilities. (Flash attention takes no mask.)
 
-On a processor attention goes to the flash kernel, which keeps no probabilities either, only without dropout; with
-dropout torch computes it in single steps, and keeps the probabilities and a mask.
+On a CPU attention uses the flash kernel, which keeps no probabilities either; with dropout torch decomposes it into
+single operations, which keep the probabilities and a mask.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,19 +26,19 @@ aten = torch.ops.aten
 
 # "CUDA Ops that can autocast to float32" of torch's documentation, as far as encoders call them.
 _FLOAT32_UNDER_AUTOCAST = ("layer_norm", "rms_norm", "softmax", "log_softmax", "normalize", "cosine_similarity")
-# Torch's own, which goes to single steps for fake tensors.
-_single_steps = functional.scaled_dot_product_attention
+# torch's own function, which decomposes into single operations for fake tensors.
+_decomposed_attention = functional.scaled_dot_product_attention
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
 def kernels(device: str) -> Iterator[None]:
-    """Inside, fake tensors are kept and computed with as on "cuda" or "cpu".
+    """Compute with fake tensors as on "cuda" or "cpu" inside the block.
 
-    Functions of torch.nn.functional are replaced meanwhile. A mode would not do: torch leaves it while a backward
-    pass runs, where blocks are computed again.
+    Functions of torch.nn.functional are replaced. A dispatch mode would not do: torch leaves it during a backward
+    pass, where activation checkpointing recomputes blocks.
     """
-    replaced: dict[str, Any] = {"scaled_dot_product_attention": _attention(_flash_on_processor)}
+    replaced: dict[str, Any] = {"scaled_dot_product_attention": _attention(_cpu_flash)}
     if device == "cuda":
         replaced = {name: _in_float32(getattr(functional, name)) for name in _FLOAT32_UNDER_AUTOCAST}
         replaced |= {"scaled_dot_product_attention": _attention(_memory_efficient), "dropout": _dropout}
@@ -53,15 +53,15 @@ def kernels(device: str) -> Iterator[None]:
 
 
 def _in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def widened(*args: Any, **kwargs: Any) -> Tensor:
+    def in_float32(*args: Any, **kwargs: Any) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(_wide, (args, kwargs))
+            args, kwargs = tree_map(_to_float32, (args, kwargs))
         return function(*args, **kwargs)
 
-    return widened
+    return in_float32
 
 
-def _wide(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
 
 
@@ -73,7 +73,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _attention(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`kernel` behind what torch makes of the arguments before it chooses one."""
+    """`kernel`, called with the arguments prepared as torch prepares them."""
 
     def attend(
         query: Tensor,
@@ -85,7 +85,7 @@ def _attention(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if enable_gqa:  # the kernels take as many keys as queries
+        if enable_gqa:  # the kernels want as many key heads as query heads
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         if torch.is_autocast_enabled("cpu"):
@@ -106,20 +106,18 @@ def _memory_efficient(
     keeps = any(tensor.requires_grad for tensor in (query, key, value)) and torch.is_grad_enabled()
     if mask is not None:
         mask = mask.expand(*query.shape[:3], key.shape[2])
-    said: Tensor = aten._scaled_dot_product_efficient_attention(
+    output: Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, keeps, dropout, causal, scale=scale
     )[0]
-    return said
+    return output
 
 
-def _flash_on_processor(
+def _cpu_flash(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
 ) -> Tensor:
-    said: Tensor
     if dropout > 0:
-        said = _single_steps(query, key, value, mask, dropout, causal, scale=scale)
-    else:
-        said = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
-        )[0]
-    return said
+        return _decomposed_attention(query, key, value, mask, dropout, causal, scale=scale)
+    output: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+    )[0]
+    return output

@@ -1,4 +1,4 @@
-"""How long the texts of a batch are: all alike, or as a corpus has them."""
+"""The lengths of a batch's texts: uniform, or as in a corpus."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from teacher_cache.table.cache import TeacherCache
 
 SAMPLED_TEXTS = 2**16
-DRAWN_BATCHES = 1000
+SAMPLED_BATCHES = 1000
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the texts of a batch, specials and prompt included.
+    """Tokens per text of a batch, special tokens and prompt included.
 
     Attributes:
-        typical: of a batch that takes an average step's time.
-        largest: of one that takes the most memory that a run will see.
-        quantiles: of the corpus, by share; empty where all texts are alike.
-        texts: that were looked at.
-        sampled: whether the corpus has more, and so may have longer ones.
+        typical: of a batch with an average step time.
+        largest: of the batch that needs the most memory.
+        quantiles: of the corpus, by share; empty if all texts have the same length.
+        texts: number of texts that were tokenized.
+        sampled: whether these were a sample, so that the corpus may hold longer texts.
     """
 
     typical: tuple[int, ...]
@@ -37,25 +37,25 @@ class Lengths:
     sampled: bool = False
 
     @classmethod
-    def alike(cls, batch: int, length: int) -> "Lengths":
-        """Every text has as many."""
+    def uniform(cls, batch: int, length: int) -> "Lengths":
+        """Every text has `length` tokens."""
         return cls((length,) * batch, (length,) * batch, {})
 
 
 def corpus_lengths(
     cache: "TeacherCache", manifest: "Manifest", student: Model, prompt: str, batch: int, *, by_length: bool, seed: int
 ) -> Lengths:
-    """Those of up to `SAMPLED_TEXTS` texts of a corpus under the student's tokenizer.
+    """Lengths of up to `SAMPLED_TEXTS` texts of a corpus under the student's tokenizer.
 
     The typical batch has the corpus's quantiles, so that its sum is the mean one. The largest is the largest of
-    `DRAWN_BATCHES` random ones, and holds the longest text; with `by_length` it is made of the longest texts.
+    `SAMPLED_BATCHES` random batches and contains the longest text; with `by_length` it has the longest texts.
 
     Raises:
         ConfigError: the student is a shape, which has no tokenizer.
     """
     if student.folder is None:
         raise ConfigError(
-            f"{student.name} has no tokenizer to measure the corpus with; give --length, or a student's folder"
+            f"{student.name} has no tokenizer to measure the corpus with; give `length`, or a student folder"
         )
     from transformers import AutoTokenizer
 
@@ -65,17 +65,17 @@ def corpus_lengths(
         ModelFolder(student.folder).encoder, local_files_only=True, trust_remote_code=student.trust_remote_code
     )
     rows = manifest.distinct_rows(cache.rows)
-    draw = np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
     sampled = len(rows) > SAMPLED_TEXTS
     if sampled:
-        rows = np.sort(draw.choice(rows, SAMPLED_TEXTS, replace=False))
+        rows = np.sort(random.choice(rows, SAMPLED_TEXTS, replace=False))
     texts = [prompt + text for text in cache.texts(rows)]
-    found = tokenizer(texts, truncation=True, max_length=student.max_length, return_length=True)["length"]
-    tokens = np.sort(np.asarray(found, dtype=np.int64))
-    places = (np.arange(batch) + 0.5) / batch
+    counts = tokenizer(texts, truncation=True, max_length=student.max_length, return_length=True)["length"]
+    tokens = np.sort(np.asarray(counts, dtype=np.int64))
+    shares = (np.arange(batch) + 0.5) / batch
     return Lengths(
-        tuple(np.quantile(tokens, places, method="nearest").tolist()),
-        tuple(_largest(tokens, batch, by_length, draw).tolist()),
+        tuple(np.quantile(tokens, shares, method="nearest").tolist()),
+        tuple(_largest(tokens, batch, by_length, random).tolist()),
         {f"{share:g}": int(np.quantile(tokens, share, method="nearest")) for share in QUANTILES},
         len(tokens),
         sampled,
@@ -83,12 +83,12 @@ def corpus_lengths(
 
 
 def _largest(
-    tokens: npt.NDArray[np.int64], batch: int, by_length: bool, draw: np.random.Generator
+    tokens: npt.NDArray[np.int64], batch: int, by_length: bool, random: np.random.Generator
 ) -> npt.NDArray[np.int64]:
     if by_length:
         longest: npt.NDArray[np.int64] = np.resize(tokens[::-1][:batch], batch)
         return longest
-    drawn = draw.choice(tokens, size=(DRAWN_BATCHES, batch))
-    largest: npt.NDArray[np.int64] = drawn[drawn.sum(1).argmax()]
+    batches = random.choice(tokens, size=(SAMPLED_BATCHES, batch))
+    largest: npt.NDArray[np.int64] = batches[batches.sum(1).argmax()]
     largest[largest.argmax()] = tokens[-1]
     return largest

@@ -1,8 +1,9 @@
-"""Models of which only the sizes count, from a shape's name or a folder's configuration; no weights are read."""
+"""Models without weights, from a shape's name or a folder's configuration."""
 
 import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -25,10 +26,10 @@ class Model:
     """An encoder that can be built without its weights.
 
     Attributes:
-        name: for people.
-        config: transformers' own.
-        positions: longest input in tokens; None when nothing bounds it.
-        folder: of its files, None of a shape.
+        name: for messages.
+        config: transformers' configuration.
+        positions: longest input in tokens; None without a bound.
+        folder: of its files; None for a shape.
     """
 
     name: str
@@ -41,17 +42,17 @@ class Model:
     folder: Path | None = None
     trust_remote_code: bool = False
 
-    def attending(self, how: str | None) -> Self:
-        """The same with this attention of transformers; None is its own choice."""
-        if how is None:
+    def with_attention(self, implementation: str | None) -> Self:
+        """This model with one of transformers' attention implementations; None keeps the default."""
+        if implementation is None:
             return self
         config = copy.deepcopy(self.config)
-        config._attn_implementation = how
+        config._attn_implementation = implementation
         return replace(self, config=config)
 
     @property
     def teacher_shape(self) -> TeacherShape:
-        """Its sizes as a teacher, token by token."""
+        """The sizes of its vectors and token states as a teacher."""
         config = self.config
         width = int(config.hidden_size)
         return TeacherShape(
@@ -64,7 +65,7 @@ class Model:
         )
 
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The encoder, wherever tensors are made at the moment.
+        """The encoder, on the current default device or fake mode.
 
         Raises:
             StudentError: transformers cannot build it.
@@ -83,39 +84,34 @@ class Model:
         return encoder
 
     def student(self) -> Student:
-        """A student around it that has no tokenizer, but pads on its side."""
-        tokenizer: Any = _Padding(self.padding_side)
+        """A student with this encoder; its tokenizer only has a padding side."""
+        tokenizer: Any = SimpleNamespace(padding_side=self.padding_side)
         return Student(
             self.build().train(), tokenizer, pooling=self.pooling, max_length=self.max_length, name=self.name
         )
 
 
-@dataclass(frozen=True)
-class _Padding:
-    padding_side: str
-
-
 def student_model(config: StudentConfig) -> Model:
-    """The student of a run's configuration.
+    """The student of a run configuration.
 
     Raises:
-        StudentError: there is no such shape or folder, or the folder is no model.
+        StudentError: the shape or folder does not exist, or the folder is not a model.
     """
     return _model(student_options(config), "student", STUDENT_LENGTH)
 
 
 def teacher_model(name: str, *, trust_remote_code: bool = False) -> Model:
-    """A teacher that is asked while the student trains.
+    """An online teacher.
 
     Raises:
-        StudentError: as of a student.
+        StudentError: as `student_model`.
     """
-    # A prompt that a teacher insists on changes no size.
+    # Teachers that require a prompt accept an empty one; it changes no size.
     return _model(TeacherOptions(model=name, prompt="", trust_remote_code=trust_remote_code), "teacher", None)
 
 
 def _model(options: TeacherOptions, role: str, longest: int | None) -> Model:
-    # Of a published model without a folder here only the sizes are wanted: the hub need not be asked.
+    # A published model of known sizes needs no download.
     if is_shape(options.model) or (not Path(options.model).expanduser().exists() and has_shape(options.model)):
         return _shape(options, longest)
     try:

@@ -1,4 +1,4 @@
-"""One training step on fake tensors: this package's own forward, losses, sharpness and optimiser, no numbers."""
+"""One training step on fake tensors: the real forward pass, losses, sharpness and optimizer, without numbers."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,28 +23,28 @@ from distill.training.method import build_objective, build_sharpness
 from distill.training.trainer import Distillation, DistillTrainer
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# What torch's allocators round up to, in bytes: blocks of the CUDA caching allocator, cache lines of a processor.
+# Bytes that torch's allocators round up to: blocks of the CUDA caching allocator, cache lines of a CPU.
 BLOCK = {"cuda": 512, "cpu": 64}
-# cuBLAS takes it at its first product and keeps it: torch's default for all but Hopper, which has 32 MiB.
+# cuBLAS allocates it at its first product and keeps it: torch's default for all GPUs but Hopper, which has 32 MiB.
 WORKSPACE = {"cuda": 8_519_680, "cpu": 0}
 KINDS = ("weights", "heads", "gradients", "optimiser", "perturbation", "activations", "batch", "teacher", "workspace")
-# Its names in Trainer.
+# Names of transformers' Trainer.
 EIGHT_BIT_ADAM = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
-# Where bitsandbytes' 8-bit states begin, and how many numbers have a scale in common.
+# bitsandbytes keeps states in 8 bits from this many numbers on, with one scale per block.
 EIGHT_BIT_FROM, EIGHT_BIT_BLOCK = 4096, 256
-# Two micro-batches hold what any number of them holds.
+# Any larger number of micro-batches has the same peak.
 MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a step took.
+    """Memory and kernels of a step.
 
     Attributes:
         allocated: bytes at the peak, as torch counts them.
-        breakdown: of these, by kind (`KINDS`); kinds that have none are left out. With "fragmentation", what the
-            allocator keeps beyond them.
-        steps: how often a step is of that kind (shares, they sum to 1), and its kernels.
+        breakdown: the peak's bytes by kind (`KINDS`), without kinds that have none, and with "fragmentation", what the
+            allocator reserves beyond them.
+        steps: each kind of step as its share of all steps (they sum to 1) and its kernels.
         parameters: of the student.
     """
 
@@ -55,12 +55,12 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """Bytes that the device must have for torch."""
+        """Bytes that torch needs on the device."""
         return sum(self.breakdown.values())
 
     @property
     def flops(self) -> float:
-        """Of a step, on average."""
+        """FLOPs of an average step."""
         return sum(share * sum(operation.flops for operation in operations) for share, operations in self.steps)
 
 
@@ -74,72 +74,76 @@ def trace(
     precision: str,
     online: Model | None = None,
 ) -> Trace:
-    """Follow a step of `config` without a number computed.
+    """Trace a step of `config` on fake tensors.
 
     Args:
         lengths: tokens of the texts of one micro-batch.
-        device: "cuda" or "cpu": whose kernels.
-        precision: one of `DTYPES`, in place of the configuration's.
-        online: the teacher, where it is asked at every step, on the same device and in `precision`.
+        device: "cuda" or "cpu", whose kernels are modeled.
+        precision: one of `DTYPES`; replaces the configuration's.
+        online: a teacher that runs at every step, on the same device and in `precision`.
 
     Raises:
-        KnownError: an objective or a sharpness that cannot be built of these settings.
+        KnownError: an objective or a sharpness that cannot be built from these settings.
     """
     allocator = CachingAllocator(uses_expandable_segments(config.training)) if device == "cuda" else None
     tracker = Tracker(BLOCK[device], allocator)
-    # fp16 would be refused on a machine without a GPU; here the precision is autocast's business alone.
-    training = replace(config.training, precision="fp32", optim=_torch_optimiser(config.training.optim))
-    settled = replace(config, training=training, output_dir=config.output_dir or ".")
-    with _no_collection(), tracker.fake, tracker, kernels(device):
-        model = _distillation(settled, student, teacher)
-        sharpness = build_sharpness(settled, model)
-        tracker.declare([*model.student.parameters(), *model.student.buffers()], "weights")
-        tracker.declare([*model.objective.parameters(), *model.objective.buffers()], "heads")
-        asked = None if online is None else online.build(DTYPES[precision]).eval()
-        if asked is not None:
-            tracker.declare([*asked.parameters(), *asked.buffers()], "teacher")
-        save_memory(model.student, settled.training)
-        trainer = StepTrainer(model, settled, sharpness, tracker, precision)
-        if settled.training.optim != config.training.optim:
+    # Training arguments refuse fp16 on a machine without a GPU; here only autocast needs the precision. bitsandbytes'
+    # kernels do not work with fake tensors: `EightBitAdam` replaces its optimizers below.
+    eight_bit = config.training.optim in EIGHT_BIT_ADAM
+    optim = "adamw_torch_fused" if eight_bit else config.training.optim
+    training = replace(config.training, precision="fp32", optim=optim)
+    config = replace(config, training=training, output_dir=config.output_dir or ".")
+    with _gc_disabled(), tracker.fake, tracker, kernels(device):
+        model = _distillation(config, student, teacher)
+        sharpness = build_sharpness(config, model)
+        tracker.label([*model.student.parameters(), *model.student.buffers()], "weights")
+        tracker.label([*model.objective.parameters(), *model.objective.buffers()], "heads")
+        network = None if online is None else online.build(DTYPES[precision]).eval()
+        if network is not None:
+            tracker.label([*network.parameters(), *network.buffers()], "teacher")
+        save_memory(model.student, training)
+        trainer = StepTrainer(model, config, sharpness, tracker, precision)
+        if eight_bit:
             trainer.optimizer = EightBitAdam(trainer.optimizer.param_groups, student=model.student)
         every = 1 if sharpness is None else sharpness.every
-        micro = min(MICRO_BATCHES, settled.training.gradient_accumulation_steps)
+        micro_batches = min(MICRO_BATCHES, training.gradient_accumulation_steps)
 
         def step(number: int) -> None:
-            for _ in range(micro):
+            for _ in range(micro_batches):
                 with tracker.allocating("batch"):
                     batch = _batch(model.objective, student, teacher, lengths)
-                if asked is not None and online is not None:
+                if network is not None and online is not None:
                     with tracker.allocating("teacher"), torch.no_grad():
-                        _ask(asked, online, lengths)
+                        mask = _mask(lengths, online.padding_side)
+                        network(input_ids=_input_ids(mask), attention_mask=mask)
                 trainer.step(batch, number)
                 del batch
             trainer.update()
 
-        step(0)  # the optimiser's states are made at its end
+        step(0)  # allocates the optimizer's states at its end
         gc.collect()
-        tracker.forget()
+        tracker.reset_peak()
+        repeats = training.gradient_accumulation_steps / micro_batches
         step(every)
-        steps = [(1 / every, _whole(tracker.operations, micro, settled))]
+        steps = [(1 / every, _repeat_micro_batches(tracker.operations, repeats))]
         if every > 1:
             tracker.operations = []
             step(every + 1)
-            steps.append((1 - 1 / every, _whole(tracker.operations, micro, settled)))
+            steps.append((1 - 1 / every, _repeat_micro_batches(tracker.operations, repeats)))
         breakdown = {kind: tracker.at_peak.get(kind, 0) for kind in KINDS} | {"workspace": WORKSPACE[device]}
         if allocator is not None:
             breakdown["fragmentation"] = allocator.reserved - tracker.peak
-        parameters = sum(parameter.numel() for parameter in model.student.parameters())
         return Trace(
             tracker.peak + WORKSPACE[device],
             {kind: size for kind, size in breakdown.items() if size},
             tuple(steps),
-            parameters,
+            sum(parameter.numel() for parameter in model.student.parameters()),
         )
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Nothing that holds itself is freed inside: when Python does so depends on all that it did before."""
+def _gc_disabled() -> Iterator[None]:
+    """Free no reference cycles inside the block: when Python does so depends on everything that ran before."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -156,24 +160,18 @@ def _distillation(config: RunConfig, student: Model, teacher: TeacherShape) -> D
     return Distillation(built, build_objective(config, built.shape, targets))
 
 
-def _torch_optimiser(name: str) -> str:
-    """bitsandbytes' kernels know no fake tensors; `EightBitAdam` stands in for its 8-bit ones."""
-    return "adamw_torch_fused" if name in EIGHT_BIT_ADAM else name
-
-
-def _whole(operations: Sequence[Operation], micro: int, config: RunConfig) -> tuple[Operation, ...]:
-    """A step's kernels with all of its micro-batches."""
-    repeated = config.training.gradient_accumulation_steps / micro
+def _repeat_micro_batches(operations: Sequence[Operation], repeats: float) -> tuple[Operation, ...]:
+    """A step's kernels, scaled from the traced micro-batches to all of them."""
     return tuple(
         operation
         if operation.phase == "optimiser"
-        else replace(operation, flops=int(operation.flops * repeated), bytes=int(operation.bytes * repeated))
+        else replace(operation, flops=int(operation.flops * repeats), bytes=int(operation.bytes * repeats))
         for operation in operations
     )
 
 
 class StepTrainer(DistillTrainer):
-    """`DistillTrainer` without data, devices and files: its step, its losses and its optimiser."""
+    """The step, losses and optimizer of `DistillTrainer`, without data, devices and files."""
 
     def __init__(
         self,
@@ -185,7 +183,7 @@ class StepTrainer(DistillTrainer):
     ) -> None:
         from transformers import TrainerState
 
-        # Not Trainer's own: it would move the model, and refuse fp16 where there is no GPU.
+        # No super().__init__(): it would move the model, and refuse fp16 without a GPU.
         self.model = model
         self.config = config
         self.args = training_arguments(config, 10**6, objective=model.objective)
@@ -211,14 +209,14 @@ class StepTrainer(DistillTrainer):
             forward: Any = torch.autocast("cpu", dtype=DTYPES[precision])(model.forward)
             model.forward = forward  # type: ignore[method-assign]
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-            parameter.register_post_accumulate_grad_hook(self._gradient)
+            parameter.register_post_accumulate_grad_hook(self._label_gradient)
         if sharpness is not None:
-            _follow(sharpness, tracker)
+            _track_perturbation(sharpness, tracker)
         self.create_optimizer()
 
-    def _gradient(self, parameter: Tensor) -> None:
+    def _label_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._tracker.declare([parameter.grad], "gradients")
+            self._tracker.label([parameter.grad], "gradients")
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> Any:
         return nullcontext, inputs
@@ -227,12 +225,12 @@ class StepTrainer(DistillTrainer):
         return inputs
 
     def step(self, batch: Mapping[str, Any], number: int) -> None:
-        """Forward and backward, as often as sharpness has it."""
+        """Forward and backward passes of one micro-batch."""
         self.state.global_step = number
         self.training_step(self.model, dict(batch))
 
     def update(self) -> None:
-        """The optimiser's step."""
+        """The optimizer's step."""
         with self._tracker.allocating("optimiser"):
             self.optimizer.step()
         self.model.zero_grad()
@@ -240,9 +238,9 @@ class StepTrainer(DistillTrainer):
 
 
 class EightBitAdam(torch.optim.Optimizer):
-    """The states of bitsandbytes' 8-bit Adam: two bytes a number and two float32 a block of 256.
+    """The states of bitsandbytes' 8-bit Adam: two bytes per number and two float32 per block of 256.
 
-    Tensors of fewer than 4,096 numbers and tables of embeddings have float32 states, as there.
+    Tensors of fewer than 4,096 numbers and embedding tables have float32 states, as in bitsandbytes.
     """
 
     def __init__(self, groups: Any, *, student: nn.Module) -> None:
@@ -251,7 +249,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the states where there are none, and touch them."""
+        """Allocate missing states and touch all of them."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -271,45 +269,49 @@ class EightBitAdam(torch.optim.Optimizer):
 
 
 class _Scaler:
-    """The factor of a `GradScaler`, which multiplies a loss and divides gradients in place."""
+    """The loss factor of a `GradScaler`."""
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * 65536.0
 
 
-def _follow(sharpness: Any, tracker: Tracker) -> None:
-    """What the ascent allocates behind its gradients, which are of the backward pass, is the perturbation's."""
+def _track_perturbation(sharpness: Any, tracker: Tracker) -> None:
+    """Label the gradients of the ascent, and all that it allocates after them, as the perturbation."""
     gradients: Callable[[Tensor], tuple[list[Tensor], list[Tensor]]] = sharpness._gradients
     ascended: Callable[..., Any] = sharpness.ascended
 
-    def followed(loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def labeled_gradients(loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         parameters, found = gradients(loss)
-        tracker.declare(found, "perturbation")
+        tracker.label(found, "perturbation")
         tracker.phase = "perturbation"
         return parameters, found
 
     @contextmanager
-    def around(loss: Tensor | None = None) -> Iterator[Any]:
+    def tracked_ascent(loss: Tensor | None = None) -> Iterator[Any]:
         with ascended(loss) as ascent:
             tracker.phase = "activations"
             yield ascent
 
-    sharpness._gradients, sharpness.ascended = followed, around
+    sharpness._gradients, sharpness.ascended = labeled_gradients, tracked_ascent
 
 
 def _mask(lengths: Sequence[int], side: str) -> Tensor:
-    """`(B, t)` int64."""
+    """`(B, t)` int64 attention mask."""
     tokens, longest = torch.tensor(list(lengths)), max(lengths)
-    places = torch.arange(longest)
-    return ((places >= longest - tokens[:, None]) if side == "left" else (places < tokens[:, None])).long()
+    positions = torch.arange(longest)
+    return ((positions >= longest - tokens[:, None]) if side == "left" else (positions < tokens[:, None])).long()
+
+
+def _input_ids(mask: Tensor) -> Tensor:
+    return mask * 3  # any token but padding
 
 
 def _batch(objective: Objective, student: Model, teacher: TeacherShape, lengths: Sequence[int]) -> dict[str, Any]:
-    """What `distill.data.collator.Collator` makes of texts of these lengths; the teacher's tokens are as many."""
+    """A batch as `distill.data.collator.Collator` makes it; the teacher has as many tokens as the student."""
     needs, size = objective.needs, len(lengths)
     mask = _mask(lengths, student.padding_side)
     batch: dict[str, Any] = {
-        "input_ids": (mask * 3).repeat(needs.views, 1),  # any tokens but padding
+        "input_ids": _input_ids(mask).repeat(needs.views, 1),
         "attention_mask": mask.repeat(needs.views, 1),
         "vectors": torch.empty(size, teacher.dim),
         "text_ids": torch.arange(size),
@@ -342,8 +344,3 @@ def _internals(teacher: TeacherShape, size: int, longest: int) -> dict[str, Tens
         "attention": torch.empty(layers, size, heads, longest, longest),
         "values": torch.empty(size, heads, longest, width // heads),
     }
-
-
-def _ask(encoder: nn.Module, teacher: Model, lengths: Sequence[int]) -> None:
-    mask = _mask(lengths, teacher.padding_side)
-    encoder(input_ids=mask * 3, attention_mask=mask)

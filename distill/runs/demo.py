@@ -55,7 +55,7 @@ def run_demo(
     """
     announce("1/3 the teacher reads every text once")
     teacher = demo_teacher(folder)
-    with as_file(files("distill") / CORPUS) as corpus:
+    with as_file(files("distill.runs") / CORPUS) as corpus:
         built = build(Corpus.open(corpus), TeacherOptions(model=str(teacher)), folder / "cache", name="demo")
     announce(f"    {built.distinct:,} distinct texts: {built.cached:,} cached, {built.encoded:,} encoded")
     announce(f"2/3 the student: the teacher's first {STUDENT_LAYERS} layers")

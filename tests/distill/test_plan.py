@@ -47,7 +47,7 @@ def followed(
 ) -> Trace:
     """A step of a small student on texts that are equally long."""
     config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "sharpness.name=none", *overrides])
-    student = student_model(config.student).attending(attention)
+    student = student_model(config.student).with_attention(attention)
     student.config.num_hidden_layers = layers
     return trace(config, student, TEACHER, [length] * texts, device=device, precision=precision)
 
@@ -56,7 +56,7 @@ def followed(
 def published(*overrides: str, attention: str | None = "eager") -> Trace:
     """BERT-base, 32 texts of 64 tokens in two views, half precision, a teacher 2,560 wide."""
     config = RunConfig.load(None, ["student.model=shape:bert-base", *overrides])
-    student = student_model(config.student).attending(attention)
+    student = student_model(config.student).with_attention(attention)
     return trace(config, student, TeacherShape(2560, True), [64] * 32, device="cuda", precision="fp16")
 
 
@@ -83,7 +83,7 @@ def test_bytes_are_of_the_phase_that_allocated_them_unless_told_otherwise() -> N
         with tracker.allocating("optimiser"):
             state = torch.empty(10)
         other = torch.empty(5)
-        tracker.declare([other], "gradients")
+        tracker.label([other], "gradients")
         assert (tracker.live["optimiser"], tracker.live["gradients"]) == (40, 20)
         assert tracker.live["activations"] == 0
         del state, other
