@@ -1,4 +1,4 @@
-"""What a step on fake tensors foretells, against arithmetic, against torch's own counts, and against the paper."""
+"""`distill plan` against arithmetic, torch's own counts and the paper's figures."""
 
 import math
 from dataclasses import replace
@@ -36,7 +36,7 @@ TEACHER = TeacherShape(24, normalized=True)
 
 
 @lru_cache
-def followed(
+def traced(
     *overrides: str,
     device: str = "cuda",
     precision: str = "fp32",
@@ -45,7 +45,7 @@ def followed(
     length: int = 16,
     layers: int = 2,
 ) -> Trace:
-    """A step of a small student on texts that are equally long."""
+    """A traced step of a small student on texts of one length."""
     config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "sharpness.name=none", *overrides])
     student = student_model(config.student).with_attention(attention)
     student.config.num_hidden_layers = layers
@@ -60,10 +60,10 @@ def published(*overrides: str, attention: str | None = "eager") -> Trace:
     return trace(config, student, TeacherShape(2560, True), [64] * 32, device="cuda", precision="fp16")
 
 
-# -- what is followed -----------------------------------------------------------------------------------------
+# -- tracker -------------------------------------------------------------------------------------------------
 
 
-def test_bytes_are_counted_once_and_until_the_last_view_is_gone() -> None:
+def test_bytes_are_counted_once_until_the_last_view_is_freed() -> None:
     tracker = Tracker()
     with tracker.fake, tracker:
         first = torch.empty(100)
@@ -77,7 +77,7 @@ def test_bytes_are_counted_once_and_until_the_last_view_is_gone() -> None:
     assert tracker.peak == 500
 
 
-def test_bytes_are_of_the_phase_that_allocated_them_unless_told_otherwise() -> None:
+def test_bytes_belong_to_the_phase_that_allocated_them_unless_labeled() -> None:
     tracker = Tracker()
     with tracker.fake, tracker:
         with tracker.allocating("optimiser"):
@@ -89,7 +89,7 @@ def test_bytes_are_of_the_phase_that_allocated_them_unless_told_otherwise() -> N
         del state, other
 
 
-def test_a_product_is_counted_as_its_arithmetic_and_traffic() -> None:
+def test_a_matrix_product_counts_its_flops_and_bytes() -> None:
     tracker = Tracker()
     with tracker.fake, tracker:
         _ = torch.empty(3, 4) @ torch.empty(4, 5)
@@ -98,7 +98,7 @@ def test_a_product_is_counted_as_its_arithmetic_and_traffic() -> None:
     assert product.bytes == 4 * (3 * 4 + 4 * 5 + 3 * 5)
 
 
-def test_lengths_are_true_while_numbers_are_not() -> None:
+def test_integers_are_computed_and_fake_values_read_as_one() -> None:
     tracker = Tracker()
     with tracker.fake, tracker:
         mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -107,7 +107,7 @@ def test_lengths_are_true_while_numbers_are_not() -> None:
         assert bool(torch.isfinite(torch.empty(3).sum()))
 
 
-def test_a_tensor_of_many_integers_is_not_computed() -> None:
+def test_a_large_integer_tensor_is_not_computed() -> None:
     tracker = Tracker()
     with tracker.fake, tracker:
         mask = torch.ones(2048, 2048, dtype=torch.bool)
@@ -115,7 +115,7 @@ def test_a_tensor_of_many_integers_is_not_computed() -> None:
         del mask
 
 
-# -- what an allocator keeps ----------------------------------------------------------------------------------
+# -- allocator ------------------------------------------------------------------------------------------------
 
 
 def test_small_blocks_share_a_segment_and_large_ones_are_rounded() -> None:
@@ -125,24 +125,24 @@ def test_small_blocks_share_a_segment_and_large_ones_are_rounded() -> None:
     assert allocator.reserved == 2 * MIB
     allocator.allocate(3 * MIB)
     assert allocator.reserved == 2 * MIB + 20 * MIB
-    allocator.allocate(17 * MIB + 1)  # no room in the 20 any longer
+    allocator.allocate(17 * MIB + 1)  # does not fit into the 20
     assert allocator.reserved == 2 * MIB + 20 * MIB + 18 * MIB
 
 
-def test_freed_neighbours_are_joined_and_used_again() -> None:
+def test_adjacent_free_blocks_are_merged_and_reused() -> None:
     allocator = CachingAllocator()
-    pieces = [allocator.allocate(5 * MIB) for _ in range(4)]
+    blocks = [allocator.allocate(5 * MIB) for _ in range(4)]
     assert allocator.reserved == 20 * MIB
-    for piece in pieces[:2]:
-        allocator.release(piece, 5 * MIB)
+    for block in blocks[:2]:
+        allocator.release(block, 5 * MIB)
     allocator.allocate(9 * MIB)
     assert allocator.reserved == 20 * MIB
-    allocator.release(pieces[3], 5 * MIB)
+    allocator.release(blocks[3], 5 * MIB)
     allocator.allocate(6 * MIB)  # 5 free at the end: a new segment
     assert allocator.reserved == 40 * MIB
 
 
-def test_growing_segments_take_what_fits_into_no_hole_at_their_end() -> None:
+def test_expandable_segments_grow_at_their_end_if_no_free_block_fits() -> None:
     fixed, growing = CachingAllocator(), CachingAllocator(expandable=True)
     for allocator in (fixed, growing):
         first, second = allocator.allocate(30 * MIB), allocator.allocate(30 * MIB)
@@ -150,18 +150,18 @@ def test_growing_segments_take_what_fits_into_no_hole_at_their_end() -> None:
         allocator.release(second, 30 * MIB)
         allocator.allocate(70 * MIB)
     assert fixed.reserved == (30 + 30 + 70) * MIB
-    assert growing.reserved == 80 * MIB  # 60, whose end it joins, and a page of 20
+    assert growing.reserved == 80 * MIB  # 60 and a page of 20
     growing.allocate(10 * MIB)
     assert growing.reserved == 80 * MIB
     growing.allocate(100)
-    assert growing.reserved == (80 + 2) * MIB  # small pieces are elsewhere
+    assert growing.reserved == (80 + 2) * MIB  # small blocks have their own segment
 
 
 # -- a whole step ---------------------------------------------------------------------------------------------
 
 
-def test_weights_heads_and_states_are_what_their_sizes_say() -> None:
-    found = followed(device="cpu", precision="fp32")
+def test_weights_heads_and_optimizer_states_have_the_bytes_of_their_sizes() -> None:
+    found = traced(device="cpu", precision="fp32")
     config = shape_config("shape:minilm-l3-h384")
     heads = 2 * config.hidden_size * TEACHER.dim * 4
     parameters = 4 * found.parameters
@@ -171,9 +171,9 @@ def test_weights_heads_and_states_are_what_their_sizes_say() -> None:
     assert 0 <= found.breakdown["optimiser"] - states < 3 * 64 * 400
 
 
-def test_asam_keeps_one_copy_of_what_it_moves_and_norm_only_next_to_none() -> None:
+def test_asam_keeps_one_copy_of_the_weights_and_norm_only_almost_none() -> None:
     full, small, plain = (
-        followed(f"sharpness.name={name}", precision="fp16", texts=64, length=64)
+        traced(f"sharpness.name={name}", precision="fp16", texts=64, length=64)
         for name in ("asam", "norm-only", "none")
     )
     heads = 2 * 384 * TEACHER.dim
@@ -185,14 +185,14 @@ def test_asam_keeps_one_copy_of_what_it_moves_and_norm_only_next_to_none() -> No
     assert plain.flops < small.flops < full.flops
 
 
-def test_where_texts_are_few_the_ascent_itself_is_the_peak() -> None:
-    found = followed("sharpness.name=asam", device="cpu")
+def test_with_few_texts_the_ascent_is_the_peak() -> None:
+    found = traced("sharpness.name=asam", device="cpu")
     assert found.breakdown["perturbation"] > 2 * 4 * found.parameters
 
 
-def test_a_step_that_ascends_every_third_time_is_that_much_cheaper() -> None:
+def test_an_ascent_at_every_third_step_costs_a_third() -> None:
     always, sometimes, plain = (
-        followed(*overrides) for overrides in (["sharpness.name=sam"], ["sharpness.name=sam", "sharpness.every=3"], [])
+        traced(*overrides) for overrides in (["sharpness.name=sam"], ["sharpness.name=sam", "sharpness.every=3"], [])
     )
     assert [share for share, _ in sometimes.steps] == [1 / 3, 1 - 1 / 3]
     assert sometimes.flops == pytest.approx(always.flops / 3 + plain.flops * 2 / 3, rel=1e-6)
@@ -203,14 +203,14 @@ def linear_flops(states: tuple[int, ...], weight: tuple[int, ...], *others: Any,
     return 2 * math.prod(states) * weight[0]
 
 
-def test_the_flops_are_those_that_torch_counts_in_a_real_step(
+def test_flops_equal_those_that_torch_counts_in_a_real_step(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(toy_cache, tiny_student, tmp_path)
     parts = parts_of(config)
     batch = parts.collator(parts.dataset.__getitems__(list(range(9))))
     model = Distillation(parts.student, parts.objective).train()
-    # What the student's linear layers ask of oneDNN is not in torch's list.
+    # oneDNN's linear layers are not in torch's registry.
     known = {} if ONEDNN_LINEAR is None else {ONEDNN_LINEAR: linear_flops}
     with FlopCounterMode(display=False, custom_mapping=known) as counted:
         model(**batch)["loss"].backward()
@@ -221,7 +221,7 @@ def test_the_flops_are_those_that_torch_counts_in_a_real_step(
 
 
 def test_accumulation_repeats_the_batch_but_not_the_update() -> None:
-    once, four = followed(), followed("training.gradient_accumulation_steps=4")
+    once, four = traced(), traced("training.gradient_accumulation_steps=4")
     assert four.flops == pytest.approx(4 * once.flops)
     assert four.peak >= once.peak
     updates = [[one.bytes for one in found.steps[0][1] if one.phase == "optimiser"] for found in (once, four)]
@@ -229,7 +229,7 @@ def test_accumulation_repeats_the_batch_but_not_the_update() -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_every_objective_can_be_foretold(objective: str) -> None:
+def test_every_objective_can_be_traced(objective: str) -> None:
     config = RunConfig.load(
         None, ["student.model=shape:minilm-l3-h384", f"objective.name={objective}", "sharpness.name=none"]
     )
@@ -239,16 +239,16 @@ def test_every_objective_can_be_foretold(objective: str) -> None:
     assert found.flops > 0
 
 
-def test_a_teacher_that_is_asked_at_every_step_is_in_memory_too() -> None:
+def test_an_online_teacher_counts_in_memory_and_flops() -> None:
     config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "sharpness.name=none"])
     student, teacher = student_model(config.student), teacher_model("multilingual-e5-small")
     arguments: dict[str, Any] = {"device": "cuda", "precision": "fp16"}
-    alone = trace(config, student, teacher.teacher_shape, [16] * 4, **arguments)
-    asked = trace(config, student, teacher.teacher_shape, [16] * 4, online=teacher, **arguments)
+    cached = trace(config, student, teacher.teacher_shape, [16] * 4, **arguments)
+    with_teacher = trace(config, student, teacher.teacher_shape, [16] * 4, online=teacher, **arguments)
     weights = sum(parameter.numel() for parameter in _meta(teacher).parameters())
-    assert asked.breakdown["teacher"] == pytest.approx(2 * weights, rel=0.02)
-    assert asked.peak > alone.peak
-    assert asked.flops > alone.flops
+    assert with_teacher.breakdown["teacher"] == pytest.approx(2 * weights, rel=0.02)
+    assert with_teacher.peak > cached.peak
+    assert with_teacher.flops > cached.flops
 
 
 def _meta(model: Any) -> torch.nn.Module:
@@ -260,7 +260,7 @@ def _meta(model: Any) -> torch.nn.Module:
 # -- devices' kernels -----------------------------------------------------------------------------------------
 
 
-def test_a_gpu_keeps_a_byte_for_each_dropped_number_and_a_processor_its_precision() -> None:
+def test_dropout_keeps_a_byte_per_number_on_a_gpu_and_a_float_on_a_cpu() -> None:
     kept = {}
     for device in ("cuda", "cpu"):
         tracker = Tracker()
@@ -272,16 +272,16 @@ def test_a_gpu_keeps_a_byte_for_each_dropped_number_and_a_processor_its_precisio
     assert kept == {"cuda": 1000, "cpu": 4000}
 
 
-def test_the_kernels_are_torchs_own_again_afterwards() -> None:
+def test_the_functions_of_torch_are_restored_afterwards() -> None:
     before = functional.scaled_dot_product_attention, functional.dropout, functional.layer_norm
     with pytest.raises(ZeroDivisionError), kernels("cuda"):
         raise ZeroDivisionError
     assert (functional.scaled_dot_product_attention, functional.dropout, functional.layer_norm) == before
 
 
-def test_fused_attention_grows_with_the_length_and_eager_with_its_square() -> None:
+def test_fused_attention_memory_is_linear_in_the_length_and_eager_quadratic() -> None:
     def activations(length: int, attention: str | None) -> int:
-        return followed(attention=attention, precision="fp16", length=length).breakdown["activations"]
+        return traced(attention=attention, precision="fp16", length=length).breakdown["activations"]
 
     fused = activations(256, None) / activations(128, None)
     eager = activations(256, "eager") / activations(128, "eager")
@@ -295,18 +295,18 @@ def test_fused_attention_grows_with_the_length_and_eager_with_its_square() -> No
 @pytest.mark.parametrize(
     ("sharpness", "gigabytes"), [("none", 3.98), pytest.param("asam", 4.5, marks=pytest.mark.slow)]
 )
-def test_the_published_memory_is_foretold_within_a_twentieth(sharpness: str, gigabytes: float) -> None:
+def test_the_estimate_is_within_5_percent_of_the_published_memory(sharpness: str, gigabytes: float) -> None:
     assert published(f"sharpness.name={sharpness}").peak / 1e9 == pytest.approx(gigabytes, rel=0.05)
 
 
 @pytest.mark.slow
-def test_low_memory_with_sharpness_takes_half_of_it_and_with_8_bit_states_a_third() -> None:
+def test_low_memory_with_sharpness_halves_the_memory_and_8_bit_states_leave_a_third() -> None:
     exact = published("training.memory=low", "sharpness.name=norm-only", attention=None)
     assert exact.allocated <= 1.9e9
     eight = "training.memory=low", "sharpness.name=norm-one-view", "training.optim=adamw_bnb_8bit"
     small = published(*eight, attention=None)
     assert small.allocated <= 1.35e9
-    # When Python frees what holds itself shifts the allocator's pages of 20 MiB, some up or down.
+    # When Python frees reference cycles shifts the allocator's pages of 20 MiB.
     assert exact.peak <= 2.1e9 + 4 * 20 * MIB
     assert small.peak <= 1.5e9 + 4 * 20 * MIB
 
@@ -315,21 +315,21 @@ def test_with_low_memory_activations_hardly_grow_with_the_batch(monkeypatch: pyt
     monkeypatch.setattr("distill.student.student.PORTION", 512)
 
     def grown(memory: str) -> int:
-        small, large = (followed(f"training.memory={memory}", texts=texts, length=64) for texts in (8, 16))
+        small, large = (traced(f"training.memory={memory}", texts=texts, length=64) for texts in (8, 16))
         return large.breakdown["activations"] - small.breakdown["activations"]
 
     assert grown("low") < grown("default") / 4
 
 
-def test_eight_bit_states_and_frozen_embeddings_take_what_their_bytes_say() -> None:
-    exact = followed(device="cpu").breakdown["optimiser"]
-    eight = followed("training.optim=adamw_bnb_8bit", device="cpu").breakdown["optimiser"]
-    frozen = followed("training.freeze_embeddings=true", device="cpu").breakdown["optimiser"]
+def test_8_bit_states_and_frozen_embeddings_have_the_bytes_of_their_sizes() -> None:
+    exact = traced(device="cpu").breakdown["optimiser"]
+    eight = traced("training.optim=adamw_bnb_8bit", device="cpu").breakdown["optimiser"]
+    frozen = traced("training.freeze_embeddings=true", device="cpu").breakdown["optimiser"]
     config = shape_config("shape:minilm-l3-h384")
     width = config.hidden_size
     words = config.vocab_size * width
     tables = words + (config.max_position_embeddings + config.type_vocab_size) * width
-    total = followed(device="cpu").parameters + 2 * width * TEACHER.dim
+    total = traced(device="cpu").parameters + 2 * width * TEACHER.dim
     assert exact - frozen == pytest.approx(2 * 4 * words, rel=0.001)
     assert eight == pytest.approx(2 * 4 * tables + 2 * (1 + 4 / 256) * (total - tables), rel=0.01)
 
@@ -337,14 +337,14 @@ def test_eight_bit_states_and_frozen_embeddings_take_what_their_bytes_say() -> N
 # -- time -----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_takes_the_longer_of_arithmetic_and_traffic() -> None:
-    device = Device("made up", 1, {"fp32": 100.0}, 10.0, compute_share=0.5, bandwidth_share=1.0, launch=0.0)
+def test_a_kernel_takes_the_longer_of_arithmetic_and_memory_traffic() -> None:
+    device = Device("test", 1, {"fp32": 100.0}, 10.0, compute_share=0.5, bandwidth_share=1.0, launch=0.0)
     products = Operation(1000, 10, torch.float32, "activations"), Operation(50, 100, torch.float32, "activations")
     assert device.seconds(products) == pytest.approx(1000 / 50 + 100 / 10)
     assert replace(device, launch=100.0).seconds(products) == 200.0
 
 
-def test_sizes_are_read_as_people_write_them() -> None:
+def test_byte_sizes_are_parsed_with_their_units() -> None:
     sizes = {"15GB": 15 * 10**9, "14.5 GiB": int(14.5 * 2**30), "800mb": 8 * 10**8, "123": 123}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     for text in ("", "GB", "-1GB", "15 apples", "nan", "infGB"):
@@ -355,12 +355,12 @@ def test_sizes_are_read_as_people_write_them() -> None:
 # -- the whole plan -------------------------------------------------------------------------------------------
 
 
-def tiny(*overrides: str, **asked: Any) -> Any:
+def tiny(*overrides: str, **arguments: Any) -> Any:
     config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "sharpness.name=none", *overrides])
-    return plan(config, **{"length": 16, "teacher_dim": 24, **asked})
+    return plan(config, **{"length": 16, "teacher_dim": 24, **arguments})
 
 
-def test_a_plan_names_every_device_and_whether_it_fits() -> None:
+def test_a_plan_covers_every_device_and_whether_it_fits() -> None:
     found = tiny("training.precision=bf16", device_memory=10**10, records=3200)
     assert set(found.devices) == {*(gpu.name for gpu in GPUS), "this CPU"}
     assert found.peak_bytes == sum(found.breakdown.values()) > found.allocated_bytes
@@ -371,7 +371,7 @@ def test_a_plan_names_every_device_and_whether_it_fits() -> None:
     assert found.devices["L4"].step_ms > 0
 
 
-def test_what_does_not_fit_is_told_what_helps_and_each_of_it_does() -> None:
+def test_a_plan_that_does_not_fit_has_suggestions_that_lower_the_peak() -> None:
     found = tiny(device_memory=3 * 10**8)
     assert not found.fits
     assert found.suggestions
@@ -379,7 +379,7 @@ def test_what_does_not_fit_is_told_what_helps_and_each_of_it_does() -> None:
     assert [one.fits for one in found.suggestions] == sorted((one.fits for one in found.suggestions), reverse=True)
     for one in found.suggestions:
         if one.settings == ("training.optim=adamw_bnb_8bit",):
-            assert followed(*one.settings, precision="fp16", texts=32, layers=3).peak == one.peak_bytes
+            assert traced(*one.settings, precision="fp16", texts=32, layers=3).peak == one.peak_bytes
 
 
 def test_lengths_come_from_the_corpus(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
@@ -401,47 +401,47 @@ def test_lengths_come_from_the_corpus(toy_cache: Path, tiny_student: Path, tmp_p
     assert planned.lengths["texts"] == 60
 
 
-def test_longer_texts_beyond_the_sample_are_told_of(
+def test_sampled_lengths_are_named_as_an_assumption(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(toy_cache, tiny_student, tmp_path, "sharpness.name=none")
     monkeypatch.setattr("distill.plan.lengths.SAMPLED_TEXTS", 20)
     found = plan(config, suggest=False)
-    assert any("20 texts of the corpus; the others may hold longer ones" in line for line in found.assumptions)
+    assert any("20 sampled texts; the others may be longer" in line for line in found.assumptions)
 
 
 @pytest.mark.slow
-def test_what_would_be_refused_is_not_suggested() -> None:
+def test_a_change_that_a_run_would_refuse_is_not_suggested() -> None:
     found = tiny("sharpness.name=msam", device_memory=10**8)
     assert found.suggestions
     assert not any("8bit" in setting for one in found.suggestions for setting in one.settings)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "asked", "said"),
+    ("overrides", "arguments", "message"),
     [
-        ([], {"teacher_dim": None}, "--teacher-dim"),
-        ([], {"length": None}, "--length"),
+        ([], {"teacher_dim": None}, "`teacher_dim`"),
+        ([], {"length": None}, "`length`"),
         ([], {"length": 513}, "positions for 512"),
         ([], {"length": 1}, "at least 2"),
         ([], {"attention": "flash"}, "fused or eager"),
         (["student.model="], {}, "no student given"),
         (["student.model=shape:bert-bose"], {}, "did you mean shape:bert-base"),
-        (["objective.name=dskd"], {}, "--teacher MODEL"),
+        (["objective.name=dskd"], {}, "give `teacher`"),
         (["training.per_device_train_batch_size=1"], {}, "at least 2"),
     ],
 )
-def test_what_cannot_be_foretold_is_refused_in_a_sentence(
-    overrides: list[str], asked: dict[str, Any], said: str
+def test_settings_without_an_estimate_are_an_error(
+    overrides: list[str], arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises((ConfigError, NeedsNotMet, StudentError), match=said):
-        tiny(*overrides, **asked)
+    with pytest.raises((ConfigError, NeedsNotMet, StudentError), match=message):
+        tiny(*overrides, **arguments)
 
 
 # -- shapes ---------------------------------------------------------------------------------------------------
 
 
-def test_a_shape_is_found_by_its_name_its_models_name_and_its_hub_id() -> None:
+def test_a_shape_is_found_by_its_name_model_name_and_hub_id() -> None:
     assert has_shape("shape:qwen3-embedding-4b")
     assert has_shape("Qwen3-Embedding-4B")
     assert has_shape("Qwen/Qwen3-Embedding-4B")
