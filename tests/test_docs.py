@@ -256,8 +256,8 @@ def test_fields_of_a_space_are_told_with_their_part_in_the_fingerprint() -> None
     assert told == {field.name: "no" if field.name in LABELS else "yes" for field in fields(EmbeddingSpace)}
 
 
-def test_number_formats_and_their_bounds_are_told() -> None:
-    told = table(sections(DOCS / "cache-format.md")["number-formats"])
+def test_encodings_and_their_bounds_are_documented() -> None:
+    told = table(sections(DOCS / "cache-format.md")["encodings"])
     assert {name: (float(cells[1].strip("`")), float(cells[2].strip("`"))) for name, cells in told.items()} == {
         name: (encoding.max_cosine_error, encoding.max_norm_error) for name, encoding in ENCODINGS.items()
     }
