@@ -29,6 +29,11 @@ EXTRAS = {
 }
 
 
+def distribution(library: str) -> str:
+    """The name under which pip knows a library of `EXTRAS`."""
+    return "scikit-learn" if library == "sklearn" else library.replace("_", "-")
+
+
 class KnownError(Exception):
     """Base class: bad input or a bad state, not a defect."""
 
@@ -61,8 +66,7 @@ class MissingDependency(KnownError, ImportError):
         Args:
             advice: what else to do, after the command that installs the extra.
         """
-        name = "scikit-learn" if library == "sklearn" else library.replace("_", "-")
-        return cls(f"{user} needs {name}: pip install 'teacher-cache[{EXTRAS[library]}]'{advice}")
+        return cls(f"{user} needs {distribution(library)}: pip install 'teacher-cache[{EXTRAS[library]}]'{advice}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Is this machine ready? Libraries, devices, memory, and a small build from end to end."""
+"""Checks this machine: libraries, devices, memory, and a small build from end to end."""
 
 import importlib.metadata
 import os
@@ -14,30 +14,20 @@ import numpy as np
 
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
-from teacher_cache.errors import KnownError
+from teacher_cache.errors import EXTRAS, KnownError, distribution
 from teacher_cache.maintenance.check import verify
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions
 
 REQUIRED = ("numpy", "zarr", "numcodecs", "lmdb", "click", "pyyaml", "rich")
-OPTIONAL = {
-    "torch": "train",
-    "transformers": "train",
-    "sentence-transformers": "train",
-    "ray": "ray",
-    "pyarrow": "formats",
-    "datasets": "formats",
-    "scikit-learn": "eval",
-    "scipy": "eval",
-}
-# Ray and data loaders pass tensors through shared memory; containers often get 64 MB of it.
+# Ray and data loaders pass tensors through shared memory; containers often have 64 MB of it.
 SMALL_SHARED_MEMORY = 2**30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One checked thing; `ok` False means that something will not work."""
+    """The result of one check; `ok` is False if something will not work."""
 
     what: str
     ok: bool
@@ -52,17 +42,28 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything; writes only to a temporary folder that is removed."""
-    return [*_libraries(), _processor(), _accelerator(), _shared_memory(), _offline(), _self_test()]
+    """Check everything; writes only to a temporary folder."""
+    return [*_required(), *extras(), _processor(), _accelerator(), _shared_memory(), _offline(), _self_test()]
 
 
-def _libraries() -> Iterator[Finding]:
+def _required() -> Iterator[Finding]:
     yield Finding("python", True, platform.python_version())
     for name in REQUIRED:
         version = _version(name)
         yield Finding(name, version is not None, version or "not installed; reinstall teacher-cache")
-    for name, extra in OPTIONAL.items():
-        yield Finding(name, True, _version(name) or f"absent; pip install 'teacher-cache[{extra}]' brings it")
+
+
+def extras() -> Iterator[Finding]:
+    """One finding per optional extra: its libraries and, if some are missing, how to install them. Imports none."""
+    for extra in dict.fromkeys(EXTRAS.values()):
+        names = [distribution(library) for library, its_extra in EXTRAS.items() if its_extra == extra]
+        versions = {name: _version(name) for name in names}
+        installed = [f"{name} {version}" for name, version in versions.items() if version]
+        missing = [name for name, version in versions.items() if not version]
+        details = [f"installed: {', '.join(installed)}"] if installed else []
+        if missing:
+            details.append(f"missing: {', '.join(missing)}; pip install 'teacher-cache[{extra}]'")
+        yield Finding(f"extra {extra}", True, "; ".join(details))
 
 
 def _version(name: str) -> str | None:
@@ -81,13 +82,13 @@ def _accelerator() -> Finding:
     try:
         import torch
     except ImportError:
-        return Finding("accelerator", True, "torch is absent, so none can be used")
+        return Finding("accelerator", True, "unknown: torch is not installed")
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         return Finding("accelerator", True, ", ".join(names))
     if torch.backends.mps.is_available():
         return Finding("accelerator", True, "Apple GPU (mps)")
-    return Finding("accelerator", True, "none; teachers run on the processor")
+    return Finding("accelerator", True, "none; teachers run on the CPU")
 
 
 def _shared_memory() -> Finding:
@@ -102,26 +103,25 @@ def _shared_memory() -> Finding:
 
 def _offline() -> Finding:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    return Finding("model hub", True, "offline: HF_HUB_OFFLINE is set" if offline else "asked for hub ids only")
+    return Finding("model hub", True, "offline: HF_HUB_OFFLINE is set" if offline else "used for hub ids only")
 
 
 def _self_test() -> Finding:
-    """Build, read back and verify a cache of the toy teacher."""
+    """Build, read and verify a cache of the toy teacher."""
     texts = [f"Sentence number {number}." for number in range(100)]
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            source = Path(scratch) / "corpus.txt"
+            source, path = Path(scratch) / "corpus.txt", Path(scratch) / "cache"
             source.write_text("\n".join(texts), encoding="utf-8")
             options = TeacherOptions(model="toy")
-            build(Corpus.open(source), options, Path(scratch) / "cache", name="self-test")
-            with TeacherCache.open(Path(scratch) / "cache") as cache:
-                read = cache.space().gather(cache.lookup(texts))
-            said = load_teacher(resolve(options)).encode(texts)
-            if not np.allclose(read, said, atol=1e-3):
-                return Finding("self-test", False, "vectors read back are not those that were written")
-            verdict = verify(Path(scratch) / "cache", deep=True)
-            if not verdict.ok:
-                return Finding("self-test", False, f"a new cache does not verify: {verdict.damage[0].where}")
+            build(Corpus.open(source), options, path, name="self-test")
+            with TeacherCache.open(path) as cache:
+                stored = cache.space().gather(cache.lookup(texts))
+            if not np.allclose(stored, load_teacher(resolve(options)).encode(texts), atol=1e-3):
+                return Finding("self-test", False, "the vectors that were read are not those that were written")
+            damage = verify(path, deep=True).damage
+            if damage:
+                return Finding("self-test", False, f"a new cache is damaged: {damage[0].where}")
     except (KnownError, OSError) as error:
         return Finding("self-test", False, str(error))
     return Finding("self-test", True, "built, read and verified a cache of 100 texts")
