@@ -9,6 +9,7 @@ One shard at a time is in memory. Beside a writer, a damaged shard is checked ag
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from teacher_cache.building.workers import EncodeWorker
 from teacher_cache.errors import CorpusNotFound, DamagedCache, FormatVersionError
 from teacher_cache.maintenance.walk import (
     cache_arrays,
-    decode,
     json_fault,
     manifest_faults,
     pair_texts,
@@ -34,7 +34,7 @@ from teacher_cache.storage.files import TEMPORARY_SUFFIX
 from teacher_cache.storage.index import ShardRecord
 from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.storage.shards import ShardedArray
-from teacher_cache.storage.texts import KEY_ARRAY
+from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
 from teacher_cache.table.cache import CORPUS_JSON, SPACE_JSON, TeacherCache
 from teacher_cache.table.view import SpaceRecord, SpaceView
 from teacher_cache.teachers import resolve
@@ -50,8 +50,6 @@ _BATCH_ROWS = 1024
 # Rows or ranges that a message lists.
 _LISTED = 5
 
-# The space, rows of the table, and their vectors as they are stored.
-ValidVectors = Callable[[SpaceView, npt.NDArray[np.int64], Rows], None]
 # The record of a shard, and the values of its present rows if they were read.
 Read = tuple[ShardRecord | None, Rows | None]
 
@@ -132,12 +130,12 @@ def verify(
     with cache:
         comparison = None if teacher is None else TeacherCheck(cache, teacher, every)
         deep = deep or comparison is not None
-        check = Check(cache, deep=deep, on_valid=None if comparison is None else comparison.add, report=report)
+        check = Check(cache, deep=deep, report=report)
         damage: list[Damage] = []
         try:
             for found in check.damage():
                 damage.append(found)
-            damage += [] if comparison is None else comparison.damage()
+            damage += [] if comparison is None else comparison.damage(damage)
         except DamagedCache as error:  # in the index, so nothing more can be checked
             damage.append(Damage("damaged_cache", str(error), 0))
         compared = (0, None) if comparison is None else (comparison.reencoded, comparison.largest_difference)
@@ -154,18 +152,12 @@ class Check:
     """
 
     def __init__(
-        self,
-        cache: TeacherCache,
-        *,
-        deep: bool,
-        on_valid: ValidVectors | None = None,
-        report: Callable[[int, int], None] = lambda done, total: None,
+        self, cache: TeacherCache, *, deep: bool, report: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
         self.cache = cache
         self.deep = deep
         self.done = 0
         self.texts_ok = True
-        self._on_valid = on_valid
         self._report = report
         self._total = 0
 
@@ -176,39 +168,35 @@ class Check:
             yield from self.space(slug)
         yield from self.corpora()
 
-    def _numbers(self, *names: str) -> list[int]:
+    def _numbers(self, *arrays: str) -> list[int]:
         """Shards of some arrays that the index has a record of, ascending."""
-        return sorted({number for name in names for number, _ in self.cache.index.iter_shards(name)})
+        return sorted({number for name in arrays for number, _ in self.cache.index.iter_shards(name)})
 
     # Texts and keys
 
     def texts(self) -> Iterator[Damage]:
         """Damage of the texts and keys; to be called first."""
-        index, table = self.cache.index, self.cache.texts_table
+        index, shard_rows = self.cache.index, self.cache.shard_rows
         self._total = sum(len(self._numbers(array.name)) for array in cache_arrays(self.cache.path, index))
         with index.snapshot():
             rows, keys = index.rows(), index.key_count()
         if keys != rows:
             yield Damage("count", f"the index has {keys} text keys for {rows} rows", abs(keys - rows))
-        numbers = {*range(-(-rows // table.shard_rows)), *self._numbers(table.text.name, table.keys.name)}
-        for number in sorted(numbers):
+        for number in sorted({*range(-(-rows // shard_rows)), *self._numbers(TEXT_ARRAY, KEY_ARRAY)}):
             found = self.text_shard(number)
             self.texts_ok &= not found
             yield from found
 
     def text_shard(self, number: int) -> list[Damage]:
         """Damage of the texts and keys of one shard."""
-
-        def compare(read: Sequence[Read], damaged: bool) -> Iterator[Damage]:
-            (_, texts), (_, keys) = read
-            if not damaged and texts is not None and keys is not None:
-                yield from self._pairs(number, texts, keys)
-
         table = self.cache.texts_table
-        return self._shard([table.text, table.keys], number, compare, complete=True)
+        return self._shard([table.text, table.keys], number, self._unpaired, complete=True)
 
-    def _pairs(self, number: int, texts: Rows, keys: Rows) -> Iterator[Damage]:
+    def _unpaired(self, number: int, read: Sequence[Read], damaged: bool) -> Iterator[Damage]:
         """Texts whose hash is not their key, or is not indexed under their row."""
+        (_, texts), (_, keys) = read
+        if damaged or texts is None or keys is None:
+            return
         hashes, same = pair_texts(texts, keys)  # a writer may have added rows to one of them
         rows = number * self.cache.shard_rows + np.arange(len(same))
         misplaced = self.cache.index.find(hashes[: len(same)]) != rows
@@ -217,7 +205,7 @@ class Check:
             ("index", rows[same & misplaced], "keys are indexed under another row or not at all"),
         ):
             if len(bad):
-                where = f"shard {number} of the text table: {len(bad)} {what}, {_listed('row', bad.tolist())}"
+                where = f"shard {number} of the text table: {len(bad)} {what}, {_listed('row', bad)}"
                 yield Damage(kind, where, len(bad), KEY_ARRAY, number)
 
     # Spaces
@@ -243,53 +231,15 @@ class Check:
         fault = json_fault(view.folder / SPACE_JSON)
         found = [Damage("damaged_space", fault, 0, name)] if fault else []
         for number in self._numbers(name):
-            found += self._vector_shard(view, number)
+            found += self._shard([view.column], number, partial(_invalid_vectors, view))
         try:
             if view.tokens is not None:
-                for number in self._numbers(*(column.name for column in view.tokens.columns.values())):
-                    found += self._token_shard(view.tokens, number)
+                columns = list(view.tokens.columns.values())
+                for number in self._numbers(*(column.name for column in columns)):
+                    found += self._shard(columns, number, partial(_invalid_tokens, view.tokens))
         except (DamagedCache, FormatVersionError) as error:
             found.append(Damage("damaged_space", str(error), 0, f"{record.name}/{STATES}"))
         return found
-
-    def _vector_shard(self, view: SpaceView, number: int) -> list[Damage]:
-        def compare(read: Sequence[Read], damaged: bool) -> Iterator[Damage]:
-            ((record, vectors),) = read
-            if record is None or vectors is None:
-                return
-            rows = np.flatnonzero(record.present) + number * view.vectors.shard_rows
-            found = list(_invalid_vectors(view, number, rows, vectors))
-            # A wrong digest explains a wrong length, but not NaN.
-            yield from (damage for damage in found if not damaged or damage.kind == "non_finite")
-            if self._on_valid is not None and not damaged and not found:
-                self._on_valid(view, rows, vectors)
-
-        return self._shard([view.column], number, compare)
-
-    def _token_shard(self, tokens: TokenColumns, number: int) -> list[Damage]:
-        columns = tokens.columns
-        name = columns[STATES].name
-
-        def compare(read: Sequence[Read], damaged: bool) -> Iterator[Damage]:
-            if damaged:
-                return
-            rows = {
-                array: np.flatnonzero(record.present).tolist() if record is not None else []
-                for array, (record, _) in zip(columns, read, strict=True)
-            }
-            if rows[STATES] != rows[PIECES]:
-                where = f"shard {number} of {name} and {columns[PIECES].name}: not the same rows"
-                yield Damage("count", where, tokens.shard_rows, name, number)
-                return
-            values = {
-                array: dict(zip(rows[array], stored, strict=True))
-                for array, (_, stored) in zip(columns, read, strict=True)
-                if stored is not None
-            }
-            if {STATES, PIECES} <= values.keys():
-                yield from _invalid_tokens(tokens, number, values)
-
-        return self._shard(list(columns.values()), number, compare)
 
     # Any shard
 
@@ -297,15 +247,15 @@ class Check:
         self,
         columns: Sequence[Column],
         number: int,
-        compare: Callable[[Sequence[Read], bool], Iterator[Damage]],
+        compare: Callable[[int, Sequence[Read], bool], Iterator[Damage]],
         *,
         complete: bool = False,
     ) -> list[Damage]:
         """Damage of one shard of arrays that belong together, found while their records stayed the same.
 
         Args:
-            compare: yields damage that only the values or several arrays together show; its second argument is whether
-                an array is damaged by itself.
+            compare: yields damage that only the values or several arrays together show; it takes the number, what was
+                read of each array, and whether one of them is damaged by itself.
             complete: the arrays have every row of the table; others may lack the shard.
         """
         while True:
@@ -316,7 +266,7 @@ class Check:
                 damage, values = self._read(column, number, rows, record, complete=complete)
                 found += damage
                 read.append((record, values))
-            found += list(compare(read, bool(found)))
+            found += list(compare(number, read, bool(found)))
             if not found or _packed(records) == _packed(self._records(columns, number)[1]):
                 break
         self.done += sum(record is not None for record in records)
@@ -397,7 +347,7 @@ class Check:
 
 
 class TeacherCheck:
-    """Compares some rows of a space with what the teacher computes now.
+    """Compares some vectors of a space with what its teacher computes now; no model is loaded before `damage`.
 
     Attributes:
         reencoded: rows encoded so far.
@@ -405,7 +355,7 @@ class TeacherCheck:
     """
 
     def __init__(self, cache: TeacherCache, teacher: TeacherOptions, every: int | None) -> None:
-        """Find the space of the teacher; no model is loaded.
+        """Find the space of the teacher.
 
         Raises:
             SpaceMismatch, SpaceNotFound: the cache does not have it.
@@ -423,56 +373,44 @@ class TeacherCheck:
         self.largest_difference: float | None = None
         self._cache = cache
         self._worker = EncodeWorker(spec.with_dtype(view.space.dtype))
-        self._waiting: list[tuple[int, str, npt.NDArray[np.float32]]] = []
-        self._different: dict[int, float] = {}
 
-    def add(self, view: SpaceView, rows: npt.NDArray[np.int64], stored: Rows) -> None:
-        """Compare every `every`-th of the rows, in batches."""
-        if view.slug != self.view.slug:
-            return
-        chosen = np.flatnonzero(rows % self.every == 0)
-        if not len(chosen):
-            return
-        try:
-            texts = self._cache.texts(rows[chosen])
-        except DamagedCache:
-            return  # reported as damage of the text table
-        self._waiting += zip(rows[chosen].tolist(), texts, decode(view, stored[chosen]), strict=True)
-        while len(self._waiting) >= _BATCH_ROWS:
-            self._compare()
-
-    def _compare(self) -> None:
-        batch, self._waiting = self._waiting[:_BATCH_ROWS], self._waiting[_BATCH_ROWS:]
-        rows, texts, stored = zip(*batch, strict=True)
-        now = self._worker.encode(list(texts)).vectors.astype(np.float64)
-        difference = cosine_errors(now, np.stack(stored).astype(np.float64))
-        self.reencoded += len(batch)
-        self.largest_difference = float(np.nanmax([self.largest_difference or 0.0, *difference]))
-        for row, found in zip(rows, difference.tolist(), strict=True):
-            if not found <= SAME_COSINE:  # NaN differs
-                self._different[row] = found
-
-    def damage(self) -> Iterator[Damage]:
-        """Rows that differ; to be called after the last `add`."""
-        while self._waiting:
-            self._compare()
-        if self._different:
-            yield Damage(
-                "teacher",
-                f"space {self.view.slug}: {len(self._different)} of {self.reencoded} rows differ from the teacher's "
-                f"output now by 1 - cos of up to {max(self._different.values()):.2g} (bound {SAME_COSINE:g}): "
-                f"{_listed('row', sorted(self._different))}",
-                len(self._different),
-                self.view.array_name,
-            )
+    def damage(self, found: Sequence[Damage]) -> list[Damage]:
+        """Vectors that differ, besides the damage that was found without the teacher."""
+        view, name = self.view, self.view.array_name
+        damaged = {(damage.array, damage.shard) for damage in found}
+        parts = [np.empty(0, dtype=np.int64)]
+        for number, record in view.index.iter_shards(name):
+            if not {(name, number), (TEXT_ARRAY, number)} & damaged:
+                rows = np.flatnonzero(record.present) + number * view.column.shard_rows
+                parts.append(rows[rows % self.every == 0])
+        rows = np.concatenate(parts)
+        differences = np.empty(len(rows))
+        for start in range(0, len(rows), _BATCH_ROWS):
+            batch = rows[start : start + _BATCH_ROWS]
+            now = self._worker.encode(self._cache.texts(batch)).vectors.astype(np.float64)
+            differences[start : start + len(batch)] = cosine_errors(now, view.gather(batch, dtype=np.float64))
+            self.reencoded += len(batch)
+            self.largest_difference = float(np.nanmax(differences[: self.reencoded], initial=0.0))
+        different = ~(differences <= SAME_COSINE)  # NaN differs
+        if not different.any():
+            return []
+        where = (
+            f"space {view.slug}: {different.sum()} of {len(rows)} rows differ from the teacher's output now by 1 - cos "
+            f"of up to {differences[different].max():.2g} (bound {SAME_COSINE:g}): {_listed('row', rows[different])}"
+        )
+        return [Damage("teacher", where, int(different.sum()), name)]
 
 
 def _packed(records: Sequence[ShardRecord | None]) -> list[bytes | None]:
     return [None if record is None else record.pack() for record in records]
 
 
-def _invalid_vectors(view: SpaceView, number: int, rows: npt.NDArray[np.int64], stored: Rows) -> Iterator[Damage]:
-    """Stored vectors of one shard that are not finite or have an impossible length."""
+def _invalid_vectors(view: SpaceView, number: int, read: Sequence[Read], damaged: bool) -> Iterator[Damage]:
+    """Vectors of one shard that are not finite or have an impossible length."""
+    ((record, stored),) = read
+    if record is None or stored is None:
+        return
+    rows = np.flatnonzero(record.present) + number * view.column.shard_rows
     finite, valid_length = valid_vectors(view, stored)
     path = view.vectors.shard_path(number).relative_to(view.vectors.folder.parents[2])
     length = "1" if view.space.normalize else "more than 0"
@@ -480,33 +418,41 @@ def _invalid_vectors(view: SpaceView, number: int, rows: npt.NDArray[np.int64], 
         ("non_finite", rows[~finite], "NaN or infinite numbers"),
         ("norm", rows[finite & ~valid_length], f"vectors whose length is not {length}"),
     ):
-        if len(bad):
-            where = f"{path} holds {what}, {_listed('row', bad.tolist())}"
+        # A wrong digest explains a wrong length, but not NaN.
+        if len(bad) and not (damaged and kind == "norm"):
+            where = f"{path} holds {what}, {_listed('row', bad)}"
             yield Damage(kind, where, len(bad), view.array_name, number)
 
 
-def _invalid_tokens(tokens: TokenColumns, number: int, values: dict[str, dict[int, bytes]]) -> Iterator[Damage]:
-    """Texts of one shard whose token columns differ in length or hold NaN or infinite numbers.
-
-    Args:
-        values: by array, then by place in the shard.
-    """
+def _invalid_tokens(tokens: TokenColumns, number: int, read: Sequence[Read], damaged: bool) -> Iterator[Damage]:
+    """Texts of one shard whose token columns do not have the same rows or length, or are not finite."""
+    if damaged:
+        return
+    places, values = {}, {}
+    for array, (record, stored) in zip(tokens.columns, read, strict=True):
+        places[array] = [] if record is None else np.flatnonzero(record.present).tolist()
+        if stored is not None:
+            values[array] = dict(zip(places[array], stored, strict=True))
     first, name = number * tokens.shard_rows, tokens.columns[STATES].name
-    unequal, non_finite, reason = [], [], ""
-    for place, states in values[STATES].items():
-        text = StoredTokens(states, values[PIECES][place], values.get(ATTENTION, {}).get(place))
-        fault = tokens.wrong(text)
-        reason = reason or fault
-        if fault:
-            unequal.append(first + place)
-        elif not tokens.finite(text):
-            non_finite.append(first + place)
-    if unequal:
-        where = f"shard {number} of {name}: {reason}; {_listed('row', unequal)}"
-        yield Damage("tokens", where, len(unequal), name, number)
-    if non_finite:
-        where = f"shard {number} of {name} or its attention holds NaN or infinite numbers, {_listed('row', non_finite)}"
-        yield Damage("non_finite", where, len(non_finite), name, number)
+    if places[STATES] != places[PIECES]:
+        where = f"shard {number} of {name} and {tokens.columns[PIECES].name}: not the same rows"
+        yield Damage("count", where, tokens.shard_rows, name, number)
+    elif {STATES, PIECES} <= values.keys():
+        unequal, non_finite, reason = [], [], ""
+        for place, states in values[STATES].items():
+            text = StoredTokens(states, values[PIECES][place], values.get(ATTENTION, {}).get(place))
+            fault = tokens.wrong(text)
+            reason = reason or fault
+            if fault:
+                unequal.append(first + place)
+            elif not tokens.finite(text):
+                non_finite.append(first + place)
+        if unequal:
+            where = f"shard {number} of {name}: {reason}; {_listed('row', unequal)}"
+            yield Damage("tokens", where, len(unequal), name, number)
+        if non_finite:
+            where = f"shard {number} of {name} or its attention holds NaN or infinite numbers, "
+            yield Damage("non_finite", where + _listed("row", non_finite), len(non_finite), name, number)
 
 
 def _chunk_rows(array: ShardedArray, rows: npt.NDArray[np.intp]) -> str:
@@ -516,7 +462,7 @@ def _chunk_rows(array: ShardedArray, rows: npt.NDArray[np.intp]) -> str:
     return _listed("rows", [f"{run[0] * array.chunk_rows} to {(run[-1] + 1) * array.chunk_rows - 1}" for run in runs])
 
 
-def _listed(noun: str, items: Sequence[object]) -> str:
+def _listed(noun: str, items: Sequence[Any] | npt.NDArray[np.int64]) -> str:
     """The first of the items, and how many more there are."""
     more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
     return f"{noun} {', '.join(str(item) for item in items[:_LISTED])}{more}"

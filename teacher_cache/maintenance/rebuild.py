@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from teacher_cache.maintenance.metadata import restore_cache_json
 from teacher_cache.maintenance.repair import move_to_damaged
 from teacher_cache.maintenance.walk import manifest_faults, pair_texts, read_shard, shard_files, valid_vectors
 from teacher_cache.storage.chunks import Rows
+from teacher_cache.storage.column import Column
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, sync_folder
 from teacher_cache.storage.index import Change, Index, ShardRecord, shard_key
 from teacher_cache.storage.lock import WriterLock
@@ -31,6 +32,7 @@ from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import TextTable
 from teacher_cache.table.cache import CORPUS_JSON, INDEX, LOCK, SPACE_JSON, check_format
 from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView
+from teacher_cache.text_key import KEY_BYTES
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns
 
 # Text shards of one transaction: keys are random, and the more go in together, the more share a page.
@@ -112,11 +114,9 @@ def reindex(path: str | Path, *, report: Callable[[int, int], None] = lambda don
         lock.release()
 
 
-@dataclass
-class _TextRows:
-    """The rows of one text shard for the new index, with their keys, or with none if these are unknown."""
+class ShardRows(NamedTuple):
+    """The rows of one text shard, their keys (none if these are unknown), and its new records."""
 
-    first: int
     rows: int
     keys: list[bytes]
     changes: list[Change]
@@ -151,41 +151,32 @@ class _Rebuild:
             return None
         return contents.values
 
-    @staticmethod
-    def _change(
-        array: ShardedArray, name: str, number: int, rows: Rows, present: npt.NDArray[np.bool_], worst: float = 0.0
-    ) -> Change:
-        """The record of a shard whose present rows have those values."""
-        size = array.shard_path(number).stat().st_size
-        return Change(
-            "shards", shard_key(name, number), ShardRecord(array.codec.digest(rows), worst, size, present).pack()
-        )
-
     # Texts
 
     def texts(self) -> None:
         """Index the rows up to the last whose text and key match; a damaged shard before it leaves a gap."""
         numbers = sorted({*shard_files(self.table.text.array), *shard_files(self.table.keys.array)})
-        last = None
-        while numbers and (last is None or not last.rows):  # a shard whose keys were never written has no rows
-            last = self._text_shard(numbers.pop(), last=True)
-        if last is None:
-            return
-        self.result.rows = last.first + last.rows
-        pending: list[_TextRows] = []
-        for number in range(last.first // self.shard_rows):
-            shard = self._text_shard(number, last=False)
-            pending.append(shard)
-            if len(pending) == SHARDS_AT_A_TIME or len(shard.keys) < self.shard_rows:
-                self._commit(pending)
-        self._commit([*pending, last])
+        end, last = 0, ShardRows(0, [], [])
+        while numbers and not last.rows:  # a shard whose keys were never written has no rows
+            end = numbers.pop()
+            last = self._text_shard(end, last=True)
+        self.result.rows = end * self.shard_rows + last.rows
+        first, keys, changes = 0, list[bytes](), list[Change]()
+        for number in range(end + 1):
+            shard = last if number == end else self._text_shard(number, last=False)
+            keys += shard.keys
+            changes += shard.changes
+            # Rows of one transaction follow each other, so a gap ends it.
+            if number == end or len(shard.keys) < self.shard_rows or number + 1 - first == SHARDS_AT_A_TIME:
+                self.index.commit(changes, keys=keys, first_row=first * self.shard_rows)
+                first, keys, changes = number + 1, [], []
 
-    def _text_shard(self, number: int, *, last: bool) -> _TextRows:
+    def _text_shard(self, number: int, *, last: bool) -> ShardRows:
         """The rows of one shard; the last shard ends with its last row whose text and key match."""
         table = self.table
         texts, keys = self._stored(table.text.array, number), self._stored(table.keys.array, number)
         written_texts = np.empty(0, object) if texts is None else texts[: _filled(np.asarray(texts != ""))]
-        written_keys = np.empty((0, 16), np.uint8) if keys is None else keys[: _filled(np.asarray(keys.any(axis=1)))]
+        written_keys = np.empty((0, KEY_BYTES), np.uint8) if keys is None else keys[: _filled(np.asarray(keys.any(axis=1)))]
         hashes, same = pair_texts(written_texts, written_keys)
         known = hashes if keys is None else [key.tobytes() for key in written_keys]
         if texts is None or keys is None:
@@ -195,26 +186,18 @@ class _Rebuild:
             rows = _filled(same) if last else self.shard_rows
             paired = int(same[:rows].sum())
         if known and (paired < rows or (hashes and not rows)):
-            where = table.text.array.shard_path(number)
             unpaired = max(rows, len(hashes)) - paired
+            where = table.text.array.shard_path(number)
             self._leave_out(where, f"{unpaired} of its rows have no text whose hash is their key")
             texts = None
         present = np.arange(self.shard_rows) < rows
         changes = [
-            self._change(column.array, column.name, number, values[:rows], present)
+            _change(column, number, values[:rows], present)
             for column, values in ((table.text, texts), (table.keys, keys))
             if values is not None and len(known) >= rows > 0
         ]
         self._step()
-        return _TextRows(number * self.shard_rows, rows, known[:rows], changes)
-
-    def _commit(self, pending: list[_TextRows]) -> None:
-        """Publish consecutive shards in one transaction; only the last may lack keys."""
-        if pending:
-            changes = [change for shard in pending for change in shard.changes]
-            keys = [key for shard in pending for key in shard.keys]
-            self.index.commit(changes, keys=keys, first_row=pending[0].first)
-            pending.clear()
+        return ShardRows(rows, known[:rows], changes)
 
     # Spaces
 
@@ -248,7 +231,7 @@ class _Rebuild:
             if values is None or not present.any():
                 continue
             bound = view.encoding.max_cosine_error
-            changes = [self._change(view.vectors, view.array_name, number, values[present], present, bound)]
+            changes = [_change(view.column, number, values[present], present, bound)]
             if not count:
                 changes.append(Change("spaces", view.slug.encode(), view.record.to_json()))
             self.index.commit(changes)
@@ -305,7 +288,7 @@ class _Rebuild:
             stored, mask = values[array], present[array]
             if stored is not None and mask.any():
                 bound = tokens.encoding.max_cosine_error if array == STATES else 0.0
-                changes.append(self._change(column.array, column.name, number, stored[mask], mask, bound))
+                changes.append(_change(column, number, stored[mask], mask, bound))
         self.index.commit(changes)
         self.result.tokens[slug] = self.result.tokens.get(slug, 0) + int(present[STATES].sum())
 
@@ -334,6 +317,13 @@ class _Rebuild:
             return  # some of its texts are lost, and `repair` may restore them
         if fault is not None:
             raise ValueError(fault[0])
+
+
+def _change(column: Column, number: int, values: Rows, present: npt.NDArray[np.bool_], worst: float = 0.0) -> Change:
+    """The record of a shard whose present rows have those values."""
+    size = column.array.shard_path(number).stat().st_size
+    record = ShardRecord(column.array.codec.digest(values), worst, size, present)
+    return Change("shards", shard_key(column.name, number), record.pack())
 
 
 def _filled(mask: npt.NDArray[np.bool_]) -> int:

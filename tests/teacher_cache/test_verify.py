@@ -522,3 +522,11 @@ def test_pages_of_the_index_that_lmdb_finds_damaged_are_damage_and_no_crash(tmp_
     assert "damaged_cache" in kinds(verify(tmp_path / "cache", deep=True))
     with pytest.raises(DamagedCache, match="`tcache reindex`"):
         repair(tmp_path / "cache")
+
+
+def test_rows_of_damaged_shards_are_not_compared_with_the_teacher(path: Path) -> None:
+    vectors(path, 1).unlink()
+    flip(path / TEXT_ARRAY / "c/2", 20)
+    report = verify(path, teacher=TOY, every=1)
+    assert sorted(damage.kind for damage in report.damage) == ["damaged_shard", "missing_shard"]
+    assert report.reencoded == 8  # rows 0 to 7
