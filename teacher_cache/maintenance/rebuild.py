@@ -176,7 +176,9 @@ class _Rebuild:
         table = self.table
         texts, keys = self._stored(table.text.array, number), self._stored(table.keys.array, number)
         written_texts = np.empty(0, object) if texts is None else texts[: _filled(np.asarray(texts != ""))]
-        written_keys = np.empty((0, KEY_BYTES), np.uint8) if keys is None else keys[: _filled(np.asarray(keys.any(axis=1)))]
+        written_keys = (
+            np.empty((0, KEY_BYTES), np.uint8) if keys is None else keys[: _filled(np.asarray(keys.any(axis=1)))]
+        )
         hashes, same = pair_texts(written_texts, written_keys)
         known = hashes if keys is None else [key.tobytes() for key in written_keys]
         if texts is None or keys is None:
