@@ -1,8 +1,8 @@
-"""Members of a kind by name: a table of strings, or an address of one's own; and how they take their options."""
+"""Members of a kind by name, such as objectives: their classes, options and descriptions."""
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -12,45 +12,55 @@ Kind = TypeVar("Kind")
 
 
 def load_class(name: str, table: Mapping[str, str], noun: str, base: type[Kind]) -> type[Kind]:
-    """The class behind a name of `table`, or behind "package.module:Class", which needs no line there.
+    """The class of a name in `table`, or of "package.module:Class".
 
     Args:
-        noun: what a member is, for messages: "analysis".
-        base: whose subclass it must be.
+        noun: the kind, for messages: "analysis".
+        base: the class must be a subclass of it.
 
     Raises:
-        ConfigError: an unknown name, a module or class that is not there, or a class that is no `base`.
+        ConfigError: the name is unknown, the import fails, or the class is not a `base`.
     """
     module_name, colon, class_name = table.get(name, name).partition(":")
     if not (module_name and colon and class_name):
-        near = difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(table))};"
-        raise ConfigError(f"{noun}: none is called {name!r}; {hint} One of your own is 'package.module:Class'")
+        hint = suggestion(name, sorted(table))
+        raise ConfigError(f"{noun}: none is called {name!r}; {hint} Your own class is 'package.module:Class'")
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
+            raise  # the module exists, but an import in it fails
         raise ConfigError(
             f"{noun}: found no module {module_name!r} for {name!r}; check its spelling and the Python path"
         ) from error
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(
-            f"{noun}: {name!r} must name a subclass of {base.__module__}.{base.__qualname__}, {module_name!r} has "
-            f"{found!r} there"
+            f"{noun}: {name!r} must name a subclass of {base.__module__}.{base.__qualname__}, but {module_name!r} has "
+            f"{found!r}"
         )
     return found
 
 
+def description(member: Any) -> str:
+    """One line on a class or function: the first line of its docstring."""
+    return (inspect.getdoc(member) or "").partition("\n")[0]
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """The nearest known name as a question, or the list of known names."""
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)};"
+
+
 def construct(make: Callable[..., Kind], who: str, *arguments: Any, options: Mapping[str, Any], **given: Any) -> Kind:
-    """`make(*arguments, **options, **given)`, where the options are a user's.
+    """`make(*arguments, **options, **given)`, with options of a user.
 
     Args:
         who: begins the message: "objective talas".
 
     Raises:
-        ConfigError: `make` has no such option, with the nearest that it has, or cannot use it.
+        ConfigError: `make` does not have an option, or cannot use it; the nearest option is named.
     """
     try:
         return make(*arguments, **options, **given)

@@ -1,4 +1,4 @@
-"""Checks of objectives' options; a message says what was expected and what was found."""
+"""Checks of options; the error names what was expected and what was found."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -6,20 +6,22 @@ from collections.abc import Collection, Mapping
 from distill.errors import ConfigError
 
 
-def check(option: str, value: object, expected: str, fits: bool) -> None:
-    """Raise `ConfigError` unless `fits`."""
+def check(option: str, value: object, expected: str, fits: bool, *, of: str = "objective option") -> None:
+    """Raise `ConfigError` unless `fits`; `of` begins the message."""
     if not fits:
-        raise ConfigError(f"objective option {option}: expected {expected}, found {value!r}")
+        raise ConfigError(f"{of} {option}: expected {expected}, found {value!r}")
 
 
-def check_positive(option: str, value: object) -> None:
+def check_positive(option: str, value: object, *, of: str = "objective option") -> None:
     """Check for a number above 0."""
-    check(option, value, "a number above 0", _is_number(value) and 0 < value < math.inf)  # type: ignore[operator]
+    fits = _is_number(value) and 0 < value < math.inf  # type: ignore[operator]
+    check(option, value, "a number above 0", fits, of=of)
 
 
-def check_weight(option: str, value: object) -> None:
+def check_weight(option: str, value: object, *, of: str = "objective option") -> None:
     """Check for a number of at least 0."""
-    check(option, value, "a number >= 0", _is_number(value) and 0 <= value < math.inf)  # type: ignore[operator]
+    fits = _is_number(value) and 0 <= value < math.inf  # type: ignore[operator]
+    check(option, value, "a number >= 0", fits, of=of)
 
 
 def check_weights(weights: Mapping[str, object], required: Collection[str] = ()) -> None:
@@ -30,16 +32,18 @@ def check_weights(weights: Mapping[str, object], required: Collection[str] = ())
     check("*_weight", dict(weights), f"{' or '.join(required)} above 0", any(weights[name] for name in required))
 
 
-def check_choice(option: str, value: object, choices: Collection[str]) -> None:
+def check_choice(option: str, value: object, choices: Collection[str], *, of: str = "objective option") -> None:
     """Check for one of these names."""
-    check(option, value, f"one of {', '.join(choices)}", value in choices)
+    check(option, value, f"one of {', '.join(choices)}", value in choices, of=of)
 
 
-def check_count(option: str, value: object, low: int, high: int | None, reason: str = "") -> None:
+def check_count(
+    option: str, value: object, low: int, high: int | None, reason: str = "", *, of: str = "objective option"
+) -> None:
     """Check for an integer from `low` to `high`; `reason` explains the bound."""
     upper = f" to {high}" if high is not None else " on"
     fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= (value if high is None else high)
-    check(option, value, f"a whole number from {low}{upper}{f' ({reason})' if reason else ''}", fits)
+    check(option, value, f"a whole number from {low}{upper}{f' ({reason})' if reason else ''}", fits, of=of)
 
 
 def _is_number(value: object) -> bool:

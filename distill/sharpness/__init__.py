@@ -1,27 +1,25 @@
-"""Sharpness-aware minimisation: the gradient is taken at a point near the weights, not at them.
+"""Sharpness-aware minimization: the gradient is taken at a point near the weights, not at them.
 
-    none           one pass, no ascent
+    none           plain steps
     sam            the worst point of a ball                                     `distill.sharpness.ascent`
-    asam           of an ellipsoid along |w|, as the published TALAS code has it
-    asam-kwon      as the code of ASAM's authors has it
-    norm-only      asam on the parameters of normalisation layers alone
-    norm-one-view  the default: the same at every second step; of an objective that compares views of a text the first
-                   pass encodes one
-    disam          sam, away from what drives the domains' losses apart          `distill.sharpness.disam`
-    looksam        sam at every k-th step, its direction kept for those between  `distill.sharpness.looksam`
-    msam           ahead along the optimizer's momentum, in one pass             `distill.sharpness.msam`
+    asam           of an ellipsoid along |w|, as in the published TALAS code
+    asam-kwon      as in the code of ASAM's authors
+    norm-only      asam, only on the parameters of normalization layers
+    norm-one-view  the default: the same at every second step; if the objective compares views of a text, the first pass
+                   encodes only one
+    disam          sam, its ascent loss minus the variance over domains          `distill.sharpness.disam`
+    looksam        sam at every k-th step, its direction reused in between       `distill.sharpness.looksam`
+    msam           perturbed along the optimizer's momentum, in one pass         `distill.sharpness.msam`
 
-`norm-only` keeps the part of `asam` that does something: in a sentence encoder most of its perturbation sits on
-LayerNorm gains anyway. The first backward then computes no gradient of a matrix, and the copy of the weights is
-that of the gains and biases (SAM-ON: Mueller et al., NeurIPS 2023, who perturb normalisation layers alone too).
+`norm-only` keeps the effective part of `asam`: in a sentence encoder most of its perturbation is on LayerNorm weights
+anyway. The first backward pass then needs no matrix gradients, and only the weights and biases of normalization layers
+are copied (SAM-ON: Mueller et al., NeurIPS 2023, also perturb only these).
 
-`norm-one-view` is this package's own, of no paper: `norm-only` without what costs most of its first pass. The term of
-TALAS that compares views has a weight of 0.001, and is the only one that needs a second encoding; and an ascent at
-every second step (`every=1` has it at all of them) is enough: students score what those of `asam` do.
+`norm-one-view` is new in this package: `norm-only` without the largest cost of its first pass. The TALAS term that
+compares views has a weight of 0.001 and is the only one that needs a second encoding; an ascent at every second step
+(`every=1`: at all) suffices: students score like those of `asam`.
 """
 
-import difflib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,11 +27,13 @@ from typing import Any
 from torch import nn
 
 from distill.errors import ConfigError
+from distill.objectives.options import check_weight
+from distill.registry import suggestion
 from distill.sharpness.ascent import SCALINGS, Ascent, SharpnessAware
 from distill.sharpness.ascent_loss import AscentLoss
 from distill.sharpness.looksam import LookSam
 from distill.sharpness.msam import MomentumSam
-from distill.sharpness.parameters import OBJECTIVE_PREFIX, SELECTIONS, chosen_parameters, norm_parameters
+from distill.sharpness.parameters import OBJECTIVE_PREFIX, SELECTIONS, norm_parameters, select_parameters
 
 __all__ = [
     "OBJECTIVE_PREFIX",
@@ -54,13 +54,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Preset:
-    """A method under a name.
+    """A named method.
 
     Attributes:
-        options: all that it has a place for, with the values of its paper or code.
-        fixed: what makes it this method.
+        description: one line.
+        options: its options, with the values of its paper or code.
+        fixed: arguments of `kind` that define the method.
     """
 
+    description: str
     options: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     kind: type[SharpnessAware] = SharpnessAware
@@ -68,18 +70,47 @@ class Preset:
 
 _STEPS: dict[str, Any] = {"every": 1, "ascent_terms": None}
 PRESETS: dict[str, Preset] = {
-    "sam": Preset({"rho": 0.05, "parameters": "all", **_STEPS}, {"scaling": "none"}),
-    "asam": Preset({"rho": 0.05, "parameters": "all", **_STEPS}, {"scaling": "abs"}),
-    "asam-kwon": Preset({"rho": 0.5, "eta": 0.01, "parameters": "all", **_STEPS}, {"scaling": "kwon"}),
-    "norm-only": Preset({"rho": 0.05, **_STEPS}, {"scaling": "abs", "parameters": "norms"}),
+    "sam": Preset(
+        "Gradient at the worst point of a ball around the weights (SAM, ICLR 2021).",
+        {"rho": 0.05, "parameters": "all", **_STEPS},
+        {"scaling": "none"},
+    ),
+    "asam": Preset(
+        "SAM scaled by the size of each weight, as in the TALAS code (ASAM, ICML 2021).",
+        {"rho": 0.05, "parameters": "all", **_STEPS},
+        {"scaling": "abs"},
+    ),
+    "asam-kwon": Preset(
+        "SAM scaled by the size of each weight, as in the code of ASAM's authors (ICML 2021).",
+        {"rho": 0.5, "eta": 0.01, "parameters": "all", **_STEPS},
+        {"scaling": "kwon"},
+    ),
+    "norm-only": Preset(
+        "asam on normalization layers only (SAM-ON, NeurIPS 2023).",
+        {"rho": 0.05, **_STEPS},
+        {"scaling": "abs", "parameters": "norms"},
+    ),
     "norm-one-view": Preset(
+        "norm-only at every second step, with one view in the first pass: the default.",
         {"rho": 0.05, "every": 2},
         {"scaling": "abs", "parameters": "norms", "ascent_loss": AscentLoss(first_view=True)},
     ),
-    "disam": Preset({"rho": 0.05, "parameters": "all", "variance_weight": 0.1, **_STEPS}, {"scaling": "none"}),
-    # No ascent_terms: what is orthogonal to the gradient of a part of the loss is not orthogonal to descent.
-    "looksam": Preset({"rho": 0.05, "parameters": "all", "every": 5, "alpha": 0.7}, kind=LookSam),
-    "msam": Preset({"rho": 3.0, "parameters": "all"}, kind=MomentumSam),
+    "disam": Preset(
+        "SAM whose ascent loss subtracts the variance over domains (DISAM, ICLR 2024).",
+        {"rho": 0.05, "parameters": "all", "variance_weight": 0.1, **_STEPS},
+        {"scaling": "none"},
+    ),
+    # No ascent_terms: a direction orthogonal to the gradient of some terms is not orthogonal to that of the loss.
+    "looksam": Preset(
+        "SAM at every k-th step, its direction reused in between (LookSAM, CVPR 2022).",
+        {"rho": 0.05, "parameters": "all", "every": 5, "alpha": 0.7},
+        kind=LookSam,
+    ),
+    "msam": Preset(
+        "Perturbation along the optimizer's momentum, in one pass (Momentum-SAM, 2024).",
+        {"rho": 3.0, "parameters": "all"},
+        kind=MomentumSam,
+    ),
 }
 OPTIONS = ("rho", "eta", "every", "parameters", "ascent_terms", "alpha", "variance_weight")
 
@@ -87,17 +118,16 @@ OPTIONS = ("rho", "eta", "every", "parameters", "ascent_terms", "alpha", "varian
 def build_sharpness(
     name: str, model: nn.Module | Iterable[tuple[str, nn.Parameter]], **options: Any
 ) -> SharpnessAware | None:
-    """The method of that name; None for "none", which has none of the options.
+    """The method of a name; None for "none", which has no options.
 
     Args:
-        model: the model, or its named parameters where no normalisation layers have to be told from others.
-        options: in place of the preset's; None keeps the preset's. `rho` radius, `eta` added to |w|, `every` k,
-            `parameters` one of `SELECTIONS`, `ascent_terms` names of terms that the first pass climbs, `alpha` of
+        model: the model, or its named parameters if the method does not select normalization layers.
+        options: override the preset's values unless None: `rho` radius, `eta` added to |w|, `every` k,
+            `parameters` one of `SELECTIONS`, `ascent_terms` names of the terms that the first pass ascends, `alpha` of
             looksam, `variance_weight` of disam.
 
     Raises:
-        ConfigError: an unknown name, an option that is unknown or that the method has no place for, or a value out
-            of its range.
+        ConfigError: the name is unknown, the method does not have an option, or a value is out of range.
     """
     unknown = sorted(options.keys() - set(OPTIONS))
     if unknown:
@@ -105,29 +135,25 @@ def build_sharpness(
     given = {option: value for option, value in options.items() if value is not None}
     if name == "none":
         if given:
-            raise ConfigError(f"sharpness {min(given)}: method 'none' has no place for it; leave it out")
+            raise ConfigError(f"sharpness {min(given)}: method 'none' has no such option; remove it")
         return None
     if name not in PRESETS:
-        known = ["none", *PRESETS]
-        near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise ConfigError(f"sharpness: nothing is called {name!r}; {hint}")
+        raise ConfigError(f"sharpness: no method {name!r}; {suggestion(str(name), ['none', *PRESETS])}")
     preset = PRESETS[name]
     for option in given:
         if option not in preset.options:
             raise ConfigError(
-                f"sharpness {option}: method {name!r} has no place for it; its options are {', '.join(preset.options)}"
+                f"sharpness {option}: method {name!r} has no such option; its options are {', '.join(preset.options)}"
             )
-    settled = {**preset.options, **preset.fixed, **given}
-    ascent_loss = _climbs(settled.pop("ascent_terms", None), settled.pop("variance_weight", 0.0))
+    arguments = {**preset.options, **preset.fixed, **given}
+    ascent_loss = _ascent_loss(arguments.pop("ascent_terms", None), arguments.pop("variance_weight", 0.0))
     if ascent_loss is not None:
-        settled["ascent_loss"] = ascent_loss
-    return preset.kind(chosen_parameters(model, settled.pop("parameters")), **settled)
+        arguments["ascent_loss"] = ascent_loss
+    return preset.kind(select_parameters(model, arguments.pop("parameters")), **arguments)
 
 
-def _climbs(terms: Any, variance_weight: Any) -> AscentLoss | None:
-    if not (isinstance(variance_weight, int | float) and 0 <= variance_weight < math.inf):
-        raise ConfigError(f"sharpness variance_weight: expected a number >= 0, found {variance_weight!r}")
+def _ascent_loss(terms: Any, variance_weight: Any) -> AscentLoss | None:
+    check_weight("variance_weight", variance_weight, of="sharpness")
     if terms is None and not variance_weight:
         return None
     if terms is not None and not (

@@ -1,4 +1,4 @@
-"""What the first pass climbs where it is not the whole loss: some of its terms, one view's, less DISAM's variance."""
+"""The loss of the first pass if it is not the whole loss: some terms, one view, or minus the variance of DISAM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class AscentLoss:
     Attributes:
         terms: names of the objective's terms; None is all of them.
         variance_weight: lambda of DISAM, 0 for other methods.
-        first_view: leave out the terms that compare two views, of an objective that has others.
+        first_view: skip the terms that compare two views, if the objective has others.
     """
 
     terms: tuple[str, ...] | None = None
@@ -27,20 +27,20 @@ class AscentLoss:
     first_view: bool = False
 
     def is_one_view(self, objective: Objective) -> bool:
-        """Whether it can be had without the second encoding of the texts."""
+        """Whether it does not need the second encoding of the texts."""
         if self.first_view:
             return objective.needs.views > 1 and not objective.second_view_terms.issuperset(objective.terms)
         return self.terms is not None and objective.second_view_terms.isdisjoint(self.terms)
 
-    def whole(self, objective: Objective) -> bool:
-        """Whether the objective's whole loss is known beside it."""
+    def includes_whole_loss(self, objective: Objective) -> bool:
+        """Whether the whole loss of the objective is computed with it."""
         return self.terms is None and not self.is_one_view(objective)
 
-    def inputs(self, objective: Objective, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch, without its second view where that is not needed: the first pass then encodes half as much.
+    def select_inputs(self, objective: Objective, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch, without the second view if it is not needed, which halves the cost of the first pass.
 
         Args:
-            inputs: `input_ids` and `attention_mask` view by view, the rest by text.
+            inputs: `input_ids` and `attention_mask` view by view, the others by text.
         """
         if not self.is_one_view(objective):
             return dict(inputs)
@@ -48,41 +48,41 @@ class AscentLoss:
         return {**inputs, **{name: inputs[name][:texts] for name in ("input_ids", "attention_mask")}}
 
     def __call__(
-        self, objective: Objective, student: StudentOutput, teacher: TeacherTargets, found: Mapping[str, Tensor]
+        self, objective: Objective, student: StudentOutput, teacher: TeacherTargets, terms: Mapping[str, Tensor]
     ) -> Tensor:
-        """The scalar to climb.
+        """The scalar to ascend.
 
         Args:
-            found: the objective's terms of this batch.
+            terms: the objective's terms of this batch.
 
         Raises:
-            ConfigError: a name that no term has, no term at all, or DISAM without the texts' domains.
+            ConfigError: a name is not that of a term, there is no term, or DISAM has no domains.
         """
-        if not found:
+        if not terms:
             raise ConfigError(
-                "sharpness: with these options all terms of the objective compare two views, none is left for a first "
-                "pass over one; use norm-only"
+                "sharpness: with these options all terms of the objective compare two views, so that the first pass "
+                "cannot use one; use sharpness.name=norm-only"
             )
-        unknown = [name for name in self.terms or () if name not in found]
+        unknown = [name for name in self.terms or () if name not in terms]
         if unknown:
             left_out = objective.second_view_terms if student.views < objective.needs.views else ()
             raise ConfigError(
                 f"sharpness ascent_terms: the objective has no term {unknown[0]!r} in this step; known here: "
-                f"{', '.join(sorted({*found, *left_out}))}"
+                f"{', '.join(sorted({*terms, *left_out}))}"
             )
-        loss = self._sum(found)
+        loss = self._sum(terms)
         if not self.variance_weight:
             return loss
         if teacher.domains is None:
             raise ConfigError(
-                "sharpness disam compares the losses of a batch's domains, but the corpus has none: build the corpus "
-                "with --domain-key"
+                "sharpness disam compares the losses of a batch's domains, but the corpus has none; build it again: "
+                "`tcache build CORPUS --domain-key COLUMN`"
             )
 
-        def loss_of(places: Tensor) -> Tensor:
-            return self._sum(objective(student.take(places), teacher.take(places)))
+        def loss_of(indices: Tensor) -> Tensor:
+            return self._sum(objective(student.take(indices), teacher.take(indices)))
 
         return loss - self.variance_weight * domain_variance(loss_of, teacher.domains)
 
-    def _sum(self, found: Mapping[str, Tensor]) -> Tensor:
-        return torch.stack([found[name] for name in self.terms or found]).sum()
+    def _sum(self, terms: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([terms[name] for name in self.terms or terms]).sum()

@@ -1,18 +1,18 @@
-"""LookSAM (Liu et al., CVPR 2022): the part of SAM's gradient that flattens is kept and used for k steps.
+"""LookSAM (Liu et al., CVPR 2022): the flattening part of SAM's gradient is stored and reused for k steps.
 
-With g the gradient at w and g_s the one at w + eps, every k-th step is SAM's own, and keeps
+With g the gradient at w and g_s the one at w + eps, every k-th step is that of SAM and stores
 
     g_v = g_s - (g_s . u) u        u = g / ||g||
 
-the part of g_s that plain descent would not have taken. The k - 1 steps after it have one pass and go along
+the part of g_s that plain descent does not contain. The k - 1 steps after it have one pass and use
 
     g + alpha * ||g|| / ||g_v|| * g_v
 
-Norms and products run over all perturbed parameters together. The paper trains with k = 5 and alpha = 0.7.
+Norms and products are over all perturbed parameters together. The paper uses k = 5 and alpha = 0.7.
 
-g_s and g are those of the whole step: summed over its micro-batches, and over the processes, so that all of
-them keep the same g_v. The correction is made as the optimizer begins to step: after clipping and unscaling, and
-not in a step that a `GradScaler` skips.
+g_s and g are those of the whole step: summed over its micro-batches and over the processes, so that all processes
+store the same g_v. The gradient is corrected when the optimizer begins to step: after clipping and unscaling, and not
+in a step that a `GradScaler` skips.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distill.errors import ConfigError, RunFolderError
+from distill.errors import RunFolderError
+from distill.objectives.options import check_weight
 from distill.sharpness.ascent import Ascent, SharpnessAware, at_least_float32, total_norm
 
 
 class LookSam(SharpnessAware):
-    """SAM at every k-th step; in between the kept direction corrects plain gradients.
+    """SAM at every k-th step; in between the stored direction corrects plain gradients.
 
-    Call `attach` with the optimizer, and `begin_step` before every micro-batch. Memory beyond SAM's: one tensor for
-    each perturbed parameter, at least float32.
+    Call `attach` with the optimizer, and `begin_step` before every micro-batch. Memory in addition to SAM's: one tensor
+    per perturbed parameter, at least float32.
     """
 
     def __init__(
@@ -45,18 +46,17 @@ class LookSam(SharpnessAware):
 
         Args:
             every: k.
-            alpha: >= 0, length of the correction as a share of the gradient's.
+            alpha: >= 0, length of the correction relative to that of the gradient.
 
         Raises:
             ConfigError: an option out of its range.
         """
         super().__init__(named_parameters, scaling="none", rho=rho, every=every)
-        if not (isinstance(alpha, int | float) and 0 <= alpha < float("inf")):
-            raise ConfigError(f"sharpness alpha: expected a number >= 0, found {alpha!r}")
+        check_weight("alpha", alpha, of="sharpness")
         self.alpha = alpha
         self._step: int | None = None
         self._ascends = True
-        # g of the step at hand, summed; it becomes the direction in place, when the optimizer steps.
+        # Sum of g in the current step; becomes the direction, in place, when the optimizer steps.
         self._gathered: dict[Tensor, Tensor] = {}
         self._direction: dict[Tensor, Tensor] = {}  # g_v / ||g_v||
         self._buffers: dict[Tensor, Tensor] = {}
@@ -64,10 +64,10 @@ class LookSam(SharpnessAware):
         self._hook: Any = None
 
     def begin_step(self, step: int) -> bool:
-        """Every k-th step ascends, and any step for which there is no direction."""
+        """Every k-th step has an ascent, and any step without a stored direction."""
         if step != self._step:
             self._step = step
-            self._gathered.clear()  # left behind by a step that the optimizer did not take
+            self._gathered.clear()  # of a step that the optimizer skipped
             self._ascends = step % self.every == 0 or not self._direction
         return self._ascends
 
@@ -89,18 +89,22 @@ class LookSam(SharpnessAware):
             raise
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The kept direction by the names of the parameters."""
+        """The stored direction by parameter name."""
         return {self._names[parameter]: kept for parameter, kept in self._direction.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises `RunFolderError` where names or shapes are not those of the parameters."""
+        """Restore the direction.
+
+        Raises:
+            RunFolderError: names or shapes are not those of the parameters.
+        """
         shapes = {name: parameter.shape for parameter, name in self._names.items()}
         for name, kept in state.items():
             if shapes.get(name) != kept.shape:
                 raise RunFolderError(
-                    f"the direction that looksam kept was of other parameters: {name} of shape {tuple(kept.shape)}"
+                    f"the checkpoint has a looksam direction of other parameters: {name} of shape {tuple(kept.shape)}"
                 )
-        # In the parameters' order, which a file does not keep: norms are sums, and rounding sees their order.
+        # In the order of the parameters, because rounding of the norms depends on it.
         self._direction = {
             parameter: self._buffer(parameter).copy_(state[name])
             for parameter, name in self._names.items()
@@ -111,7 +115,7 @@ class LookSam(SharpnessAware):
 
     def _gradients(self, loss: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         parameters, gradients = super()._gradients(loss)
-        self._direction = {}  # its buffers are those of the sum
+        self._direction = {}  # the sum uses its buffers
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter in self._gathered:
                 self._gathered[parameter].add_(gradient)
@@ -122,12 +126,12 @@ class LookSam(SharpnessAware):
     @torch.no_grad()
     def _before_step(self, *_: Any) -> None:
         if self._gathered:
-            self._keep()
+            self._store()
         elif self._direction:
             self._correct()
 
-    def _keep(self) -> None:
-        """From g and, in `.grad`, g_s to the direction; none where it is not finite or nothing is left of it."""
+    def _store(self) -> None:
+        """Compute the direction from g and `.grad`, g_s; none if it is not finite or zero."""
         gathered = self._gathered
         kept = {p: gathered[p] for p in self._names if p in gathered and p.grad is not None}
         self._gathered = {}
@@ -136,7 +140,7 @@ class LookSam(SharpnessAware):
         vectors = list(kept.values())
         _sum_over_processes(vectors)
         slopes = [at_least_float32(parameter.grad) for parameter in kept if parameter.grad is not None]
-        # Both are made unit vectors first: a loss scale could carry their squares out of float32's range.
+        # Unit vectors first: with a loss scale, squares could exceed the range of float32.
         torch._foreach_div_(vectors, total_norm(vectors))
         along = torch.stack([(u * g).sum() for u, g in zip(vectors, slopes, strict=True)]).sum()
         torch._foreach_mul_(vectors, -along)
@@ -162,7 +166,7 @@ class LookSam(SharpnessAware):
 
 
 def _sum_over_processes(tensors: list[Tensor]) -> None:
-    """Of data-parallel processes; g_s is their mean already, and of g only the direction counts."""
+    """All-reduce g over data-parallel processes; g_s is already their mean, and only the direction of g counts."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         for work in [distributed.all_reduce(tensor, async_op=True) for tensor in tensors]:

@@ -1,4 +1,4 @@
-"""Sharpness-aware steps in a `transformers.Trainer` or sentence-transformers' own."""
+"""Sharpness-aware steps in the Trainer of transformers or sentence-transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,28 +9,27 @@ from torch import Tensor, nn
 from distill.errors import ConfigError
 from distill.sharpness.ascent import Ascent, SharpnessAware
 
-# What a method must remember, in a checkpoint.
+# File of a method's state in a checkpoint.
 STATE = "sharpness.safetensors"
 
 
 class SharpnessMixin:
-    """Two passes a step when `sharpness` is set; put it before a Trainer class.
+    """Two passes per step if `sharpness` is set; put it before a Trainer class.
 
-    Pass 1 gives the ascent direction without touching `.grad`; pass 2 is Trainer's own step, taken at the
-    perturbed weights, so that accumulation, mixed precision, clipping and DDP stay Trainer's business.
-    Under gradient accumulation every micro-batch has its own ascent; steps are counted by `state.global_step`, so
-    that all micro-batches of a step are alike and a resumed training agrees with an uninterrupted one.
+    Pass 1 gives the ascent direction without using `.grad`; pass 2 is the step of Trainer at the perturbed weights,
+    which handles accumulation, mixed precision, clipping and DDP. Under gradient accumulation every micro-batch has
+    its own ascent; steps are counted by `state.global_step`, so that all micro-batches of a step are treated alike and
+    a resumed training equals an uninterrupted one.
 
-    The loss that is logged is pass 1's, the loss at the weights themselves; pass 2's, at w + eps, where the first
-    pass computes only part of the loss or there is no first pass. Loss components that a
-    SentenceTransformerTrainer logs are means over both passes.
+    The logged loss is that of pass 1, at the weights; or that of pass 2, at w + eps, if the first pass computes only
+    part of the loss or does not exist. Loss components that a SentenceTransformerTrainer logs are means over both.
 
     Attributes:
         in_second_pass: the step is in its second pass.
-        logs_loss: the loss of the pass at hand is the one that is logged.
-        last_ascent: of the latest step that had one, with the loss at w + eps minus the loss at w; None for that
-            where the loss at w was not computed.
-        ascent_step: `state.global_step` at that step; -1 before the first one.
+        logs_loss: the loss of the current pass is logged.
+        last_ascent: the latest ascent, and the loss at w + eps minus the loss at w, None if the latter was not
+            computed.
+        ascent_step: `state.global_step` of the latest ascent; -1 before the first.
     """
 
     sharpness: SharpnessAware | None = None
@@ -42,15 +41,15 @@ class SharpnessMixin:
     def ascent_loss(
         self: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
     ) -> tuple[Tensor, Tensor | None]:
-        """What pass 1 climbs, and the whole loss at the weights; None for that where it was not computed.
+        """The loss that pass 1 ascends, and the whole loss at the weights, None if it was not computed.
 
         Raises:
-            ConfigError: this trainer does not know the terms of its loss, which the method asks for.
+            ConfigError: the method needs the terms of the loss, which this trainer does not provide.
         """
         if self.sharpness.ascent_loss is not None:
             raise ConfigError(
-                "sharpness: ascent_terms and disam need a trainer that knows the terms and domains of its loss, as "
-                f"DistillTrainer does; {type(self).__name__} overrides no ascent_loss"
+                "sharpness: ascent_terms and disam need the terms of the loss and domains, which DistillTrainer "
+                f"provides; override `ascent_loss` of {type(self).__name__}"
             )
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return loss, loss
@@ -69,20 +68,20 @@ class SharpnessMixin:
             self.last_ascent, self.ascent_step = (ascent, None), self.state.global_step
             return loss
         model.train()
-        # Each rank climbs its own loss: this forward must not make DDP expect a synchronised backward.
+        # Each rank ascends its own loss: this forward must not make DDP expect a synchronized backward.
         with self.accelerator.no_sync(model), self.compute_loss_context_manager():
-            climbed, at_weights = self.ascent_loss(model, self._prepare_inputs(inputs), num_items_in_batch)
+            first, at_weights = self.ascent_loss(model, self._prepare_inputs(inputs), num_items_in_batch)
         scaler = getattr(self.accelerator, "scaler", None)
         self.in_second_pass, self.logs_loss = True, at_weights is None
         try:
-            with sharpness.ascended(climbed if scaler is None else scaler.scale(climbed)) as ascent:
+            with sharpness.ascended(first if scaler is None else scaler.scale(first)) as ascent:
                 perturbed: Tensor = one_pass(model, inputs, num_items_in_batch)
         finally:
             self.in_second_pass, self.logs_loss = False, True
         self.last_ascent, self.ascent_step = (ascent, None), self.state.global_step
         if at_weights is None:
             return perturbed
-        # Trainer divides the loss by the micro-batches of a step, unless the model has done so itself.
+        # Trainer divides the loss by the micro-batches of a step, unless the model does.
         divided = self.compute_loss_func is not None or (
             self.model_accepts_loss_kwargs and num_items_in_batch is not None
         )

@@ -1,53 +1,53 @@
-"""Which parameters are perturbed, and what kind each of them is."""
+"""Selection of the parameters to perturb, and the kind of each."""
 
 from collections.abc import Iterable
 
 from torch import Tensor, nn
 
 from distill.errors import ConfigError
+from distill.objectives.options import check_choice
 
-# How the trainer names the parameters that an objective owns.
+# Prefix of the objective's parameters in the trainer's model.
 OBJECTIVE_PREFIX = "objective."
 SELECTIONS = ("all", "student", "norms")
 
 
-def chosen_parameters(
+def select_parameters(
     model: nn.Module | Iterable[tuple[str, nn.Parameter]], selection: str
 ) -> list[tuple[str, nn.Parameter]]:
-    """The named parameters that a selection holds.
+    """The named parameters of a selection.
 
     Args:
         model: the model, or its named parameters.
-        selection: "all"; "student", all but the objective's own projections; "norms", `norm_parameters`.
+        selection: "all"; "student", all but the objective's projections; "norms", `norm_parameters`.
 
     Raises:
-        ConfigError: an unknown or empty selection, or "norms" of parameters whose modules are not known.
+        ConfigError: an unknown or empty selection, or "norms" without the model.
     """
-    if selection not in SELECTIONS:
-        raise ConfigError(f"sharpness parameters: expected one of {', '.join(SELECTIONS)}, found {selection!r}")
+    check_choice("parameters", selection, SELECTIONS, of="sharpness")
     named = list(model.named_parameters()) if isinstance(model, nn.Module) else list(model)
     if selection == "student":
         named = [(name, parameter) for name, parameter in named if not name.startswith(OBJECTIVE_PREFIX)]
     if selection == "norms":
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                "sharpness parameters: which ones belong to normalisation layers only their modules tell; give the "
-                "model itself instead of its named parameters"
+                "sharpness parameters: 'norms' needs the model instead of its named parameters, to find the "
+                "normalization layers"
             )
         norms = norm_parameters(model)
         named = [(name, parameter) for name, parameter in named if parameter in norms]
     if not named:
         raise ConfigError(
-            f"sharpness parameters: {selection!r} selects none of the model's parameters; use a method that perturbs "
-            "others, such as asam, or none"
+            f"sharpness parameters: {selection!r} selects none of the model's parameters; use a method with other "
+            "parameters, such as asam, or none"
         )
     return named
 
 
 def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Gains and biases of normalisation layers: of modules whose class is called ...Norm, torch's 1d to 3d too.
+    """Weights and biases of normalization layers: modules whose class name ends in Norm, or Norm1d to Norm3d.
 
-    Models bring norms of their own (LlamaRMSNorm, T5LayerNorm) that share no base class, only the name.
+    Norms of models (LlamaRMSNorm, T5LayerNorm) have no common base class, only the name.
     """
     return {
         parameter
@@ -58,7 +58,7 @@ def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def parameter_kind(name: str, parameter: Tensor) -> str:
-    """ "projections" (the objective's own), "norm gains", "norm biases", "biases", "embeddings" or "matrices"."""
+    """ "projections" (of the objective), "norm gains", "norm biases", "biases", "embeddings" or "matrices"."""
     if name.startswith(OBJECTIVE_PREFIX):
         return "projections"
     module, _, own = name.rpartition(".")

@@ -95,7 +95,7 @@ class Distillation(nn.Module):
         terms = self.objective(output, targets)
         climbed = None if ascent_loss is None else ascent_loss(self.objective, output, targets, terms)
         found = {"loss": torch.stack(list(terms.values())).sum(), "terms": terms}
-        return found if climbed is None else found | {"climbed": climbed}
+        return found if climbed is None else found | {"ascent_loss": climbed}
 
 
 @dataclass(frozen=True)
@@ -289,12 +289,12 @@ class DistillTrainer(SharpnessMixin, Trainer):
         ascent_loss = None if self.sharpness is None else self.sharpness.ascent_loss
         if ascent_loss is None:
             return super().ascent_loss(model, inputs, num_items_in_batch)
-        outputs = model(**ascent_loss.inputs(self.model.objective, inputs), ascent_loss=ascent_loss)
+        outputs = model(**ascent_loss.select_inputs(self.model.objective, inputs), ascent_loss=ascent_loss)
         loss = self._finite_loss(outputs)
-        if not ascent_loss.whole(self.model.objective):
-            return outputs["climbed"], None
+        if not ascent_loss.includes_whole_loss(self.model.objective):
+            return outputs["ascent_loss"], None
         self._count(outputs["terms"])
-        return outputs["climbed"], loss
+        return outputs["ascent_loss"], loss
 
     def _finite_loss(self, outputs: Mapping[str, Any]) -> Tensor:
         loss: Tensor = outputs["loss"]

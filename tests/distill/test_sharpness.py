@@ -330,7 +330,7 @@ def test_the_shares_say_where_the_perturbation_went() -> None:
 def test_steps_whose_number_k_divides_ascend() -> None:
     sharpness = SharpnessAware(named(*two_parameters()), scaling="none", rho=0.5, every=3)
     assert [step for step in range(8) if sharpness.begin_step(step)] == [0, 3, 6]
-    assert all(SharpnessAware(named(*two_parameters()), scaling="none", rho=0.5).begin(step) for step in range(4))
+    assert all(SharpnessAware(named(*two_parameters()), scaling="none", rho=0.5).begin_step(step) for step in range(4))
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_disam_moves_as_its_closed_form_says_and_descends_the_plain_loss() -> No
 
 def test_disam_of_a_corpus_without_domains_says_how_to_get_them() -> None:
     _, student, teacher = batch(domains=None)
-    with pytest.raises(ConfigError, match="build the corpus with --domain-key"):
+    with pytest.raises(ConfigError, match="`tcache build CORPUS --domain-key COLUMN`"):
         climbed(AscentLoss(None, 0.1), Mean(), student, teacher)
 
 
@@ -152,12 +152,12 @@ def test_the_second_view_is_left_out_where_no_climbed_term_compares_views() -> N
         "text_ids": torch.arange(6),
         "domains": None,
     }
-    trimmed = AscentLoss(("mean", "size")).inputs(objective, inputs)
+    trimmed = AscentLoss(("mean", "size")).select_inputs(objective, inputs)
     assert torch.equal(trimmed["input_ids"], inputs["input_ids"][:6])  # type: ignore[index]
     assert len(trimmed["attention_mask"]) == 6
     assert trimmed["vectors"] is inputs["vectors"]
     for kept in (AscentLoss(("mean", "views")), AscentLoss(None, 0.1)):
-        assert kept.inputs(objective, inputs) == inputs
+        assert kept.select_inputs(objective, inputs) == inputs
 
 
 def test_talas_climbs_its_one_view_terms_to_the_same_value_with_and_without_the_second_view() -> None:

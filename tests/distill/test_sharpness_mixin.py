@@ -172,7 +172,7 @@ def test_methods_that_ask_for_terms_are_refused_by_a_trainer_that_knows_none(
     made = Regression()
     trainer = train(SharpTrainer, made, data("y"), arguments(tmp_path))
     trainer.sharpness = build_sharpness(name, made.named_parameters(), **options)
-    with pytest.raises(ConfigError, match="SharpTrainer overrides no ascent_loss"):
+    with pytest.raises(ConfigError, match="override `ascent_loss` of SharpTrainer"):
         trainer.train()
 
 

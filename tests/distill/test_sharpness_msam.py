@@ -107,7 +107,7 @@ def test_a_momentum_that_is_not_finite_moves_nothing() -> None:
 
 @pytest.mark.parametrize(("kind", "options"), [(torch.optim.SGD, {}), (torch.optim.Adagrad, {})])
 def test_an_optimizer_without_a_momentum_is_refused(kind: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{kind.__name__} keeps none"):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} has no exp_avg"):
         made(kind, **options)
 
 
