@@ -16,7 +16,7 @@ from teacher_cache.building.align import AlignmentColumn
 from teacher_cache.errors import TeacherError
 from teacher_cache.reading.stream import Batch
 from teacher_cache.teachers.pieces import ignores_case, pieces_of, require_offsets
-from teacher_cache.tokens.alignment import Alignment, align, dense
+from teacher_cache.tokens.alignment import Alignment, align, dense_matrices
 from teacher_cache.tokens.request import ID, ROLE, TEXT_TOKEN, TextTokens
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Collator:
         if self.needs.alignment is not None:
             found = self._aligned(records, by_token, mine)
             theirs_mask = batch["teacher_tokens"]["mask"]
-            batch["alignment"] = torch.from_numpy(dense(found, mask.numpy(), theirs_mask.numpy()))
+            batch["alignment"] = torch.from_numpy(dense_matrices(found, mask.numpy(), theirs_mask.numpy()))
         return batch
 
     def _aligned(

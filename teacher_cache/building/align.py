@@ -27,7 +27,7 @@ from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.pieces import ignores_case, text_pieces
-from teacher_cache.tokens.alignment import Alignment, align, check_method, of_pairs
+from teacher_cache.tokens.alignment import Alignment, align, check_method
 from teacher_cache.tokens.request import OTHER, ROLE
 from teacher_cache.tokens.token_columns import PIECES, TokenColumns
 
@@ -89,7 +89,7 @@ class AlignmentColumn:
             blobs = self.column.read(np.asarray(rows, dtype=np.int64))
         except DamagedCache as error:
             raise _with_advice(self.column, error) from error
-        return [of_pairs(np.frombuffer(blob, dtype=_PAIR).reshape(-1, 2).astype(np.int32)) for blob in blobs]
+        return [Alignment.from_pairs(np.frombuffer(blob, dtype=_PAIR).reshape(-1, 2).astype(np.int32)) for blob in blobs]
 
 
 def stored_alignments(view: SpaceView, settings: AlignmentSettings) -> AlignmentColumn | None:

@@ -170,7 +170,7 @@ def build(
         known = table.find_space(spec.space)
         view = table.ensure_space(spec.space, storage or (known.record.storage if known else "float16"))
         if tokens is not None and shape is not None:
-            wanted = TokenRecord.wanted(shape, tokens, token_storage, view.record.columns)
+            wanted = TokenRecord.resolve(shape, tokens, token_storage, view.record.columns)
             view = table.ensure_tokens(view, wanted)
             spec = replace(spec, request=TokenRequest(wanted.attention))
         counts = _encode_missing(table, view, used, spec, workers or LocalWorkers(), report)

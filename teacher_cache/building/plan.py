@@ -123,7 +123,7 @@ def plan(
     total = round(float(lengths.mean()) * missing)
     token_bytes: dict[str, int] = {}
     if tokens is not None and shape is not None:
-        wanted = TokenRecord.wanted(shape, tokens, None, cached.record)
+        wanted = TokenRecord.resolve(shape, tokens, None, cached.record)
         spec = replace(spec, request=TokenRequest(wanted.attention))
         attention = np.array([wanted.attention_bytes(int(length)) for length in lengths]).mean()
         for name in TOKEN_ENCODINGS:

@@ -441,11 +441,11 @@ def _invalid_tokens(tokens: TokenColumns, number: int, read: Sequence[Read], dam
         unequal, non_finite, reason = [], [], ""
         for place, states in values[STATES].items():
             text = StoredTokens(states, values[PIECES][place], values.get(ATTENTION, {}).get(place))
-            fault = tokens.wrong(text)
+            fault = tokens.inconsistency(text)
             reason = reason or fault
             if fault:
                 unequal.append(first + place)
-            elif not tokens.finite(text):
+            elif not tokens.is_finite(text):
                 non_finite.append(first + place)
         if unequal:
             where = f"shard {number} of {name}: {reason}; {_listed('row', unequal)}"

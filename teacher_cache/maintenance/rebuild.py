@@ -275,13 +275,13 @@ class _Rebuild:
         for place in np.flatnonzero((states != b"") | (pieces != b"")).tolist():
             text = StoredTokens(states[place], pieces[place])
             row = number * tokens.shard_rows + place
-            if row >= self.result.rows or tokens.wrong(text) or not tokens.finite(text):
+            if row >= self.result.rows or tokens.inconsistency(text) or not tokens.is_finite(text):
                 bad += 1
                 continue
             present[STATES][place] = present[PIECES][place] = True
             if attention is not None and attention[place] != b"":
                 text = replace(text, attention=attention[place])
-                present[ATTENTION][place] = not tokens.wrong(text) and tokens.finite(text)
+                present[ATTENTION][place] = not tokens.inconsistency(text) and tokens.is_finite(text)
                 bad += not present[ATTENTION][place]
         if bad:
             self._leave_out(path, f"{bad} of its rows do not match their pieces or attention, or have no text")

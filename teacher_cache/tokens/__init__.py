@@ -1,1 +1,1 @@
-"""Token-level columns: what is asked of a teacher, how it is stored, how two tokenizers align."""
+"""Token-level teacher outputs: requests, storage, and alignment of two tokenizers."""

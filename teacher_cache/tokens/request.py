@@ -1,12 +1,12 @@
-"""What a teacher says of a text token by token, as back ends give it and token columns keep it."""
+"""Token-level teacher outputs, as backends return them and token columns store them."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-# Part a token plays: of the text itself; the special in front ([CLS], <s>); the one behind ([SEP], </s>); any
-# other that is no part of the text, such as a prompt's.
+# Role of a token: of the text; the opening special token ([CLS], <s>); the closing one ([SEP], </s>); any other that
+# is not of the text, such as a prompt's.
 TEXT_TOKEN, OPENING, CLOSING, OTHER = range(4)
 
 # Columns of `TextTokens.pieces`.
@@ -15,13 +15,13 @@ ID, START, END, ROLE = range(4)
 
 @dataclass(frozen=True)
 class TokenShape:
-    """The sizes of a model that speaks token by token.
+    """The sizes of a teacher with token-level outputs.
 
     Attributes:
         width: of a last hidden state.
-        layers: transformer blocks.
-        heads: of one attention layer.
-        causal: a token attends to those before it alone.
+        layers: number of transformer blocks.
+        heads: attention heads per layer.
+        causal: a token attends only to the tokens before it.
     """
 
     width: int
@@ -32,11 +32,11 @@ class TokenShape:
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """What is asked of a teacher besides sentence vectors.
+    """Token-level outputs to compute besides sentence vectors: last hidden states, optionally attention.
 
     Attributes:
-        attention: layers, counted from 1 and ascending, whose attention maps are wanted too, and with them the
-            attention that each token receives in the last layer; None for last hidden states alone.
+        attention: layers, counted from 1 and ascending, whose attention maps to return, together with the attention
+            that each token receives in the last layer; None for no attention.
     """
 
     attention: tuple[int, ...] | None = None
@@ -44,15 +44,15 @@ class TokenRequest:
 
 @dataclass(frozen=True)
 class TextTokens:
-    """What a teacher said of one text of T tokens, specials and prompt included, without padding.
+    """Token-level teacher output of one text of T tokens, with special tokens and prompt, without padding.
 
     Attributes:
-        states: `(T, width)` float32, last hidden states as the model gives them.
-        pieces: `(T, 4)` int32: id, first character and the one behind the last, role. Characters are counted in
-            the text without the prompt; both are 0 for tokens that are no part of it.
+        states: `(T, width)` float32, last hidden states.
+        pieces: `(T, 4)` int32: token id, first character, end character, role. Characters are counted in the text
+            without the prompt; both are 0 for tokens outside the text.
         importance: `(T,)` float32, attention that each token receives in the last layer: mean over heads, summed
             over rows.
-        attention: `(z, T, T)` float32, of each layer asked for the mean over heads; rows sum to 1.
+        attention: `(z, T, T)` float32, the mean over heads of each requested layer; rows sum to 1.
     """
 
     states: npt.NDArray[np.float32]

@@ -1,8 +1,8 @@
-"""Token columns of a space: what its teacher said of each text token by token, in arrays of byte strings.
+"""Token columns of a space: the token-level teacher output of each text, in arrays of byte strings.
 
-A row of `tokens.zarr` is T last hidden states in the number format, one of `pieces.zarr` T pieces as int32, one of
-`attention.zarr` T importances and z maps of T by T as float16. States and pieces of a row are published together;
-attention may come later, or never.
+A row of `tokens.zarr` holds T encoded last hidden states, a row of `pieces.zarr` T pieces as int32, and a row of
+`attention.zarr` T importances and z maps of T x T as float16. States and pieces of a row are committed together;
+attention is optional and may be added later.
 """
 
 import math
@@ -27,14 +27,16 @@ PIECES = "pieces.zarr"
 ATTENTION = "attention.zarr"
 
 TOKEN_ARRAYS = (STATES, PIECES, ATTENTION)
+# Attributes of `StoredTokens` by array.
+_FIELDS = {STATES: "states", PIECES: "pieces", ATTENTION: "attention"}
 
-# Rows of one inner chunk: a single text costs little to read, and blosc has enough to compress.
+# Rows of one inner chunk: one text is cheap to read, and blosc has enough data to compress.
 CHUNK_ROWS = 8
-# What a shard may take before compression, of texts of that many tokens.
+# Largest size of a shard before compression, if its texts have `USUAL_TOKENS` tokens.
 SHARD_BYTES = 64 * 2**20
 USUAL_TOKENS = 32
-# Hidden states have a few numbers that are far larger than the rest, which cost the others of their block precision:
-# half a step of every number of the worst block is 1 - cos = 5e-4, and one token must not cost a text its states.
+# Hidden states have a few very large numbers, which cost the others in their int8 block precision: an error of half a
+# step in every number of the worst block is 1 - cos = 5e-4. One such token must not quarantine its text.
 TOKEN_ENCODINGS: dict[str, Encoding] = {
     "float16": ENCODINGS["float16"],
     "float16-raw": ENCODINGS["float16-raw"],
@@ -42,16 +44,17 @@ TOKEN_ENCODINGS: dict[str, Encoding] = {
 }
 _PIECE = np.dtype("<i4")
 _HALF = np.dtype("<f2")
-# Tokens that are converted and compared at a time.
+# Tokens converted and compared at a time.
 _CHECKED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """What the index knows of the token columns of one space.
+    """Definition of the token columns of a space.
 
     Attributes:
-        attention: layers whose maps are kept, counted from 1 and ascending; None where there is no attention.
+        storage: encoding of the states.
+        attention: layers of the attention maps, counted from 1 and ascending; None without attention.
     """
 
     shape: TokenShape
@@ -59,14 +62,15 @@ class TokenRecord:
     attention: tuple[int, ...] | None = None
 
     @classmethod
-    def wanted(
+    def resolve(
         cls, shape: TokenShape, request: TokenRequest, storage: str | None, held: "TokenRecord | None"
     ) -> "TokenRecord":
-        """What a request means for a space that holds those columns, or none.
+        """The token columns that a request needs.
 
         Args:
-            request: with `attention=()` for the layers that are held, or the last one.
-            storage: None takes the format that is held, or float16.
+            request: `attention=()` means the layers of `held`, by default the last layer.
+            storage: None means the encoding of `held`, by default float16.
+            held: the existing token columns of the space.
         """
         layers = request.attention
         if layers is not None and not layers:
@@ -82,25 +86,25 @@ class TokenRecord:
     @property
     def arrays(self) -> tuple[str, ...]:
         """Folders inside the space's."""
-        return (STATES, PIECES) if self.attention is None else (STATES, PIECES, ATTENTION)
+        return (STATES, PIECES) if self.attention is None else TOKEN_ARRAYS
 
     def state_bytes(self) -> int:
-        """Of one token's state, before compression."""
+        """Bytes of one token's state before compression."""
         return self.encoding.row_bytes(self.shape.width)
 
     def token_bytes(self) -> int:
-        """Of one token's state and piece, before compression."""
+        """Bytes of one token's state and piece before compression."""
         return self.state_bytes() + 4 * _PIECE.itemsize
 
     def attention_bytes(self, tokens: int) -> int:
-        """Of the attention of a text of that many tokens, before compression."""
+        """Bytes of the attention of a text with `tokens` tokens before compression."""
         return 0 if self.attention is None else _HALF.itemsize * tokens * (1 + len(self.attention) * tokens)
 
-    def shard_rows(self, of_table: int) -> int:
-        """Rows of a shard: the largest part of the table's that stays small with texts of a usual length."""
+    def shard_rows(self, table_shard_rows: int) -> int:
+        """Rows of a shard: the largest divisor of the table's shard rows with at most `SHARD_BYTES`."""
         text_bytes = USUAL_TOKENS * self.token_bytes() + self.attention_bytes(USUAL_TOKENS)
-        wanted = max(1, SHARD_BYTES // text_bytes)
-        return next(rows for rows in range(min(wanted, of_table), 0, -1) if of_table % rows == 0)
+        most = min(table_shard_rows, max(1, SHARD_BYTES // text_bytes))
+        return next(rows for rows in range(most, 0, -1) if table_shard_rows % rows == 0)
 
     def describe(self) -> str:
         layers = self.attention
@@ -118,10 +122,10 @@ class TokenRecord:
 
 
 def token_encoding(name: str) -> Encoding:
-    """The number format of token states of that name.
+    """The encoding of token states with this name, current or stored.
 
     Raises:
-        CacheError: states are not kept in such a format.
+        CacheError: there is none.
     """
     try:
         return TOKEN_ENCODINGS[encoding_name(name)]
@@ -132,22 +136,21 @@ def token_encoding(name: str) -> Encoding:
 
 
 def checked_layers(layers: Sequence[int], shape: TokenShape) -> tuple[int, ...]:
-    """Layers whose attention is asked for, if the model has them.
+    """The layers as a tuple.
 
     Raises:
-        TeacherError: it does not, or they do not ascend.
+        TeacherError: the model lacks a layer, or they are not ascending.
     """
-    known = tuple(layers)
-    if not known or sorted(set(known)) != list(known) or known[0] < 1 or known[-1] > shape.layers:
+    if not layers or sorted(set(layers)) != list(layers) or layers[0] < 1 or layers[-1] > shape.layers:
         raise TeacherError(
-            f"attention layers {','.join(map(str, known)) or 'none'}: expected ascending numbers from 1 to "
+            f"attention layers {','.join(map(str, layers)) or 'none'}: expected ascending numbers from 1 to "
             f"{shape.layers}, the layers of this teacher"
         )
-    return known
+    return tuple(layers)
 
 
 def create_array(folder: Path, record: TokenRecord, array: str, shard_rows: int) -> ShardedArray:
-    """An empty array of that name; all of one space have shards of as many rows."""
+    """Create an empty array named `array`; all arrays of a space have the same shard rows."""
     return ShardedArray.create_blobs(
         folder,
         shard_rows=shard_rows,
@@ -159,10 +162,10 @@ def create_array(folder: Path, record: TokenRecord, array: str, shard_rows: int)
 
 @dataclass(frozen=True, slots=True)
 class StoredTokens:
-    """The token columns of one text as they are stored.
+    """The stored token columns of one text.
 
     Attributes:
-        attention: None where it was not asked for.
+        attention: None if it was not read.
     """
 
     states: bytes
@@ -180,12 +183,12 @@ class StoredTokens:
 
 @dataclass
 class CheckedTokens:
-    """Texts as they will be stored, with the verdict on each.
+    """Converted token columns and the result of their check, by position.
 
     Attributes:
-        stored: by place, of the texts that are not refused.
-        errors: by place, a bound on the largest 1 - cos of a token's state.
-        quarantined: place -> why the text must not be stored.
+        stored: the valid texts.
+        errors: a bound on the largest 1 - cos of their states.
+        quarantined: why a text must not be stored.
     """
 
     stored: dict[int, StoredTokens]
@@ -197,7 +200,7 @@ class TokenColumns:
     """Reads and writes the token columns of one space.
 
     Attributes:
-        record: widths, number format and attention layers.
+        record: widths, encoding and attention layers.
         columns: by the name of their array.
     """
 
@@ -218,56 +221,56 @@ class TokenColumns:
     # Reading
 
     def present(self, rows: npt.NDArray[np.int64], attention: bool = False) -> npt.NDArray[np.bool_]:
-        """`(n,)`: which rows have states and pieces, and if asked attention too."""
-        there = self.columns[STATES].present(rows) & self.columns[PIECES].present(rows)
+        """`(n,)`: which rows have states and pieces, and optionally attention."""
+        present = self.columns[STATES].present(rows) & self.columns[PIECES].present(rows)
         if not attention:
-            return there
+            return present
         maps = self.columns.get(ATTENTION)
-        return np.zeros(len(rows), dtype=bool) if maps is None else there & maps.present(rows)
+        return np.zeros(len(rows), dtype=bool) if maps is None else present & maps.present(rows)
 
     def present_count(self, array: str = STATES) -> int:
-        """How many rows an array has."""
+        """Number of rows of an array."""
         name = self.columns[array].name
         return sum(int(record.present.sum()) for _, record in self.index.iter_shards(name))
 
     def worst_error(self) -> float:
-        """Largest 1 - cos of a stored state against what the teacher said."""
+        """Largest 1 - cos between a stored state and the teacher output."""
         name = self.columns[STATES].name
         return max((record.worst_error for _, record in self.index.iter_shards(name)), default=0.0)
 
     def quarantined(self, array: str = STATES, rows: range | None = None) -> dict[int, str]:
-        """Row -> why its tokens were refused; of all rows, or of a range."""
+        """Row -> reason of the quarantined rows of an array, optionally within a range."""
         return self.index.quarantined(self.columns[array].name, rows)
 
     def missing_rows(self, rows: npt.NDArray[np.int64], attention: bool = False) -> npt.NDArray[np.int64]:
-        """Ascending rows that lack states, or if asked attention, and were not refused them."""
-        lacking = [self._unanswered(rows, self.columns[STATES])]
+        """Ascending rows without states, or optionally attention, that are not quarantined."""
+        missing = [self._missing_in(rows, self.columns[STATES])]
         if attention and ATTENTION in self.columns:
-            lacking.append(self._unanswered(rows, self.columns[ATTENTION]))
-        return np.unique(np.concatenate(lacking))
+            missing.append(self._missing_in(rows, self.columns[ATTENTION]))
+        return np.unique(np.concatenate(missing))
 
-    def _unanswered(self, rows: npt.NDArray[np.int64], column: Column) -> npt.NDArray[np.int64]:
+    def _missing_in(self, rows: npt.NDArray[np.int64], column: Column) -> npt.NDArray[np.int64]:
         missing = rows[~column.present(rows)]
         if not len(missing):
             return missing
-        refused = self.index.quarantined(column.name, range(int(missing.min()), int(missing.max()) + 1))
-        return np.setdiff1d(missing, np.fromiter(refused, dtype=np.int64))
+        quarantined = self.index.quarantined(column.name, range(int(missing.min()), int(missing.max()) + 1))
+        return np.setdiff1d(missing, np.fromiter(quarantined, dtype=np.int64))
 
     def gather(self, rows: npt.NDArray[np.int64], attention: bool = False) -> list[TextTokens]:
-        """What the teacher said of n texts, in the order asked for.
+        """Token-level teacher output of n texts, in the order of `rows`.
 
         Raises:
-            MissingRows: a row lacks a column that is asked for.
-            DamagedCache: a shard is not what the index says it is.
+            MissingRows: a row lacks a requested column.
+            DamagedCache: a shard does not match the index.
         """
         return [self.restore(stored) for stored in self.gather_stored(rows, attention)]
 
     def gather_stored(self, rows: npt.NDArray[np.int64], attention: bool = False) -> list[StoredTokens]:
-        """The same as it is stored, for `restore`."""
+        """As `gather`, but the stored bytes, for `restore`."""
         rows = np.asarray(rows, dtype=np.int64)
         if not len(rows):
             return []
-        arrays = (STATES, PIECES, ATTENTION) if attention else (STATES, PIECES)
+        arrays = TOKEN_ARRAYS if attention else (STATES, PIECES)
         try:
             parts = [self.columns[array].read(rows) for array in arrays]
         except (KeyError, MissingRows):
@@ -275,7 +278,7 @@ class TokenColumns:
         return [StoredTokens(*row) for row in zip(*parts, strict=True)]
 
     def gather_pieces(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int32]]:
-        """`(T, 4)` pieces of n texts alone, a hundredth of what their states take."""
+        """`(T, 4)` pieces of n texts; about a hundredth of the size of their states."""
         rows = np.asarray(rows, dtype=np.int64)
         try:
             return [_pieces(blob) for blob in self.columns[PIECES].read(rows)]
@@ -286,21 +289,23 @@ class TokenColumns:
         missing = rows[~self.present(rows, attention)]
         what, columns = ("attention", "vectors,tokens,attention") if attention else ("tokens", "vectors,tokens")
         return MissingRows(
-            f"{self._name} has no {what} for {len(missing)} of {len(rows)} rows asked for, first row "
-            f"{missing[0] if len(missing) else '?'}; `tcache build --columns {columns}` with the same teacher fills it"
+            f"{self._name} has no {what} for {len(missing)} of {len(rows)} rows, the first is row "
+            f"{missing[0] if len(missing) else '?'}; `tcache build --columns {columns}` with the same teacher adds them"
             f"{self.index.as_of}"
         )
 
     def restore(self, stored: StoredTokens, states: npt.NDArray[np.floating] | None = None) -> TextTokens:
-        """One text out of its stored bytes.
+        """Decode the token columns of one text.
 
         Args:
-            states: `(T, width)` to write the states into instead of a new float32 array.
+            states: `(T, width)`, used for the states instead of a new float32 array.
 
         Raises:
-            DamagedCache: the columns of the text do not go together.
+            DamagedCache: the columns of the text are inconsistent.
         """
-        self._require(stored)
+        problem = self.inconsistency(stored)
+        if problem:
+            raise DamagedCache(f"{self._name}: {problem}; `tcache verify --deep` lists all damage")
         into = np.empty((stored.tokens, self.record.shape.width), dtype=np.float32) if states is None else states
         self.encoding.restore(self._states(stored.states), into)
         if stored.attention is None:
@@ -312,59 +317,56 @@ class TokenColumns:
     def _states(self, blob: bytes) -> Rows:
         return np.frombuffer(blob, dtype=self.encoding.dtype).reshape(-1, self.encoding.width(self.record.shape.width))
 
-    def _require(self, stored: StoredTokens) -> None:
-        wrong = self.wrong(stored)
-        if wrong:
-            raise DamagedCache(f"{self._name}: {wrong}; `tcache verify --deep` tells where")
-
-    def wrong(self, stored: StoredTokens) -> str:
-        """Why the columns of a text do not go together; "" if they do."""
+    def inconsistency(self, stored: StoredTokens) -> str:
+        """Why the columns of a text are inconsistent; "" if they are not."""
         tokens = stored.tokens
         if not tokens or len(stored.pieces) % (4 * _PIECE.itemsize):
             return f"{len(stored.pieces)} bytes of pieces, expected a multiple of {4 * _PIECE.itemsize}"
         if len(stored.states) != tokens * self.record.state_bytes():
             return f"{tokens} pieces, but states of {len(stored.states) / self.record.state_bytes():g} tokens"
         if stored.attention is not None and len(stored.attention) != self.record.attention_bytes(tokens):
-            return f"{tokens} pieces, but {len(stored.attention)} bytes of attention, which are not for as many"
+            return f"{tokens} pieces, but {len(stored.attention)} bytes of attention, which are not of as many tokens"
         return ""
 
-    def finite(self, stored: StoredTokens) -> bool:
-        """Whether every number of a text is one; of columns that go together."""
-        said = self.restore(stored)
-        parts = [said.states, *(part for part in (said.importance, said.attention) if part is not None)]
-        return all(bool(np.isfinite(part).all()) for part in parts)
+    def is_finite(self, stored: StoredTokens) -> bool:
+        """Whether all numbers of a text with consistent columns are finite."""
+        tokens = self.restore(stored)
+        return all(
+            part is None or bool(np.isfinite(part).all())
+            for part in (tokens.states, tokens.importance, tokens.attention)
+        )
 
     # Writing
 
-    def check(self, said: Sequence[TextTokens], *, attention: bool) -> CheckedTokens:
-        """Convert what the teacher said of n texts to what is stored, and compare.
+    def check(self, outputs: Sequence[TextTokens], *, attention: bool) -> CheckedTokens:
+        """Convert the teacher output of n texts and compare it with the stored values.
 
         Raises:
-            TeacherError: it is not what its configuration promised.
+            TeacherError: its shapes do not match the teacher's configuration.
         """
         checked = CheckedTokens({}, {}, {})
-        sound = []
-        for place, text in enumerate(said):
-            self._require_shape(text, attention)
+        valid = []
+        for place, text in enumerate(outputs):
+            self._check_shape(text, attention)
             if not len(text.pieces):
                 checked.quarantined[place] = "tokens: none"
             elif attention and not all(np.isfinite(part).all() for part in (text.importance, text.attention)):  # type: ignore[arg-type]
                 checked.quarantined[place] = "tokens: attention is not finite"
             else:
-                sound.append(place)
+                valid.append(place)
         group: list[int] = []
         tokens = 0
-        for place in sound:
+        for place in valid:
             group.append(place)
-            tokens += len(said[place].pieces)
+            tokens += len(outputs[place].pieces)
             if tokens >= _CHECKED_TOKENS:
-                self._check(said, group, checked, attention)
+                self._check_group(outputs, group, checked, attention)
                 group, tokens = [], 0
         if group:
-            self._check(said, group, checked, attention)
+            self._check_group(outputs, group, checked, attention)
         return checked
 
-    def _require_shape(self, text: TextTokens, attention: bool) -> None:
+    def _check_shape(self, text: TextTokens, attention: bool) -> None:
         tokens, width = len(text.pieces), self.record.shape.width
         found = [text.pieces.shape, text.states.shape]
         expected: list[tuple[int, ...]] = [(tokens, 4), (tokens, width)]
@@ -372,19 +374,21 @@ class TokenColumns:
             found += [() if part is None else part.shape for part in (text.importance, text.attention)]
             expected += [(tokens,), (len(self.record.attention or ()), tokens, tokens)]
         if found != expected:
-            raise TeacherError(f"the teacher gave tokens of shapes {found}, its configuration promised {expected}")
+            raise TeacherError(f"the teacher returned tokens of shapes {found}, its configuration gives {expected}")
 
-    def _check(self, said: Sequence[TextTokens], places: list[int], checked: CheckedTokens, attention: bool) -> None:
-        together = np.concatenate([said[place].states for place in places])
-        stored = self.encoding.store(together)
-        errors = _error_bounds(together, stored, self.encoding)
+    def _check_group(
+        self, outputs: Sequence[TextTokens], places: list[int], checked: CheckedTokens, attention: bool
+    ) -> None:
+        states = np.concatenate([outputs[place].states for place in places])
+        stored = self.encoding.store(states)
+        errors = _error_bounds(states, stored, self.encoding)
         begin = 0
         for place in places:
-            text = said[place]
+            text = outputs[place]
             end = begin + len(text.pieces)
             reasons: dict[int, str] = {}
             if not errors[begin:end].max() <= self.encoding.max_cosine_error:
-                exact = check_rows(together[begin:end], self.encoding)
+                exact = check_rows(states[begin:end], self.encoding)
                 reasons, errors[begin:end] = exact.quarantined, exact.cosine_error
             if reasons:
                 checked.quarantined[place] = f"tokens: {next(iter(reasons.values()))}"
@@ -403,23 +407,23 @@ class TokenColumns:
         number: int,
         stored: dict[int, StoredTokens],
         errors: dict[int, float],
-        refused: dict[int, str],
+        quarantined: dict[int, str],
     ) -> list[Change]:
-        """Write some rows of one shard, durable when this returns; what makes them true is given back.
+        """Write rows of one shard; returns the changes to commit.
 
-        A column that a row has already stays as it is.
+        The files are durable when this returns. Columns that a row already has are not changed.
 
         Args:
-            stored, errors, refused: by row of the table, as `check` says by place.
+            stored, errors, quarantined: as in `CheckedTokens`, but by row of the table.
 
         Raises:
-            DamagedCache: the shard's older rows are not what was written; nothing changes.
+            DamagedCache: the shard's older rows are not the values that were written; nothing changes.
         """
         changes: list[Change] = []
         shard = range(number * self.shard_rows, (number + 1) * self.shard_rows)
         known = {array: self.index.quarantined(column.name, shard) for array, column in self.columns.items()}
         for array, column in self.columns.items():
-            blobs = {row: _part(text, array) for row, text in stored.items()}
+            blobs = {row: getattr(text, _FIELDS[array]) for row, text in stored.items()}
             rows = np.array(sorted(row for row, blob in blobs.items() if blob is not None), dtype=np.int64)
             rows = rows[~column.present(rows)]
             if len(rows):
@@ -432,19 +436,19 @@ class TokenColumns:
                     for row in rows.tolist()
                     if row in known[array]
                 ]
-            given_up = np.array(sorted(refused) if array != PIECES else [], dtype=np.int64)
+            invalid = np.array(sorted(quarantined) if array != PIECES else [], dtype=np.int64)
             changes += [
-                Change("quarantine", quarantine_key(column.name, row), refused[row].encode())
-                for row in given_up[~column.present(given_up)].tolist()
+                Change("quarantine", quarantine_key(column.name, row), quarantined[row].encode())
+                for row in invalid[~column.present(invalid)].tolist()
             ]
         return changes
 
 
 def _error_bounds(states: npt.NDArray[np.float32], stored: Rows, encoding: Encoding) -> npt.NDArray[np.floating]:
-    """`(n,)`: a bound on 1 - cos between the rows of `(n, d)` states and what is read back; NaN or infinite if not.
+    """`(n,)`: a bound on 1 - cos between `(n, d)` states and their stored values; NaN or infinite for invalid rows.
 
-    |x - y|^2 = (|x| - |y|)^2 + 2 |x| |y| (1 - cos), all in float32: a tenth of the time of `check_rows`. It bounds the
-    error of the length too, whose square is far below what a format may do to it.
+    |x - y|^2 = (|x| - |y|)^2 + 2 |x| |y| (1 - cos), all in float32: a tenth of the time of `check_rows`. It also
+    bounds the error of the length, whose square is far below the bound of any encoding.
     """
     back = np.empty_like(states)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
@@ -452,10 +456,6 @@ def _error_bounds(states: npt.NDArray[np.float32], stored: Rows, encoding: Encod
         lengths = np.einsum("ij,ij->i", states, states) * np.einsum("ij,ij->i", back, back)
         back -= states
         return np.asarray(np.einsum("ij,ij->i", back, back) / (2 * np.sqrt(lengths)))
-
-
-def _part(text: StoredTokens, array: str) -> bytes | None:
-    return {STATES: text.states, PIECES: text.pieces, ATTENTION: text.attention}[array]
 
 
 def _pieces(blob: bytes) -> npt.NDArray[np.int32]:

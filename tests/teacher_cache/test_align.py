@@ -152,5 +152,5 @@ def test_texts_that_have_no_tokens_are_counted_and_left_out(tmp_path: Path, tiny
 
 
 def test_an_unknown_method_is_refused_before_the_cache_is_looked_at(tmp_path: Path) -> None:
-    with pytest.raises(TeacherError, match="'nearest' is unknown"):
+    with pytest.raises(TeacherError, match="unknown alignment 'nearest'"):
         align_corpus(tmp_path / "nowhere", "no model", "nearest")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teacher_cache.errors import TeacherError
-from teacher_cache.tokens.alignment import METHODS, ONE_TO_ONE, Alignment, align, dense, edit_distances
+from teacher_cache.tokens.alignment import METHODS, ONE_TO_ONE, Alignment, align, dense_matrices, edit_distances
 from teacher_cache.tokens.request import CLOSING, OPENING, OTHER, TEXT_TOKEN
 
 Pieces = npt.NDArray[np.int32]
@@ -236,7 +236,7 @@ def test_weights_of_a_token_sum_to_1_and_tokens_are_paired_once(
     text, student, teacher = case
     found = align(text, teacher, student, method, lower=lower)
     masks = [np.arange(9)[None] < len(side) for side in (student, teacher)]
-    matrix = dense([found], masks[0], masks[1])[0]
+    matrix = dense_matrices([found], masks[0], masks[1])[0]
     assert not matrix[len(student) :].any()
     assert not matrix[:, len(teacher) :].any()
     matrix = matrix[: len(student)]
@@ -260,15 +260,15 @@ def test_matrices_of_a_batch_stand_where_the_padding_leaves_them() -> None:
     batch = [Alignment(one, one, np.ones(2, np.float32)), Alignment(two, two, np.ones(1, np.float32))]
     student = np.array([[True, True, False], [True, False, False]])
     right = np.array([[True, True, False, False], [True, False, False, False]])
-    assert np.argwhere(dense(batch, student, right)).tolist() == [[0, 0, 0], [0, 1, 1], [1, 0, 0]]
+    assert np.argwhere(dense_matrices(batch, student, right)).tolist() == [[0, 0, 0], [0, 1, 1], [1, 0, 0]]
     left = right[:, ::-1]
-    assert np.argwhere(dense(batch, student, left)).tolist() == [[0, 0, 2], [0, 1, 3], [1, 0, 3]]
-    assert np.argwhere(dense(batch, student[:, ::-1], left)).tolist() == [[0, 1, 2], [0, 2, 3], [1, 2, 3]]
-    assert dense([], np.zeros((0, 3), np.bool_), np.zeros((0, 4), np.bool_)).shape == (0, 3, 4)
+    assert np.argwhere(dense_matrices(batch, student, left)).tolist() == [[0, 0, 2], [0, 1, 3], [1, 0, 3]]
+    assert np.argwhere(dense_matrices(batch, student[:, ::-1], left)).tolist() == [[0, 1, 2], [0, 2, 3], [1, 2, 3]]
+    assert dense_matrices([], np.zeros((0, 3), np.bool_), np.zeros((0, 4), np.bool_)).shape == (0, 3, 4)
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(TeacherError, match="'nearest' is unknown; expected one of offset, mined_types"):
+    with pytest.raises(TeacherError, match="unknown alignment 'nearest'; expected one of offset, mined_types"):
         align("a", pieces((0, 1)), pieces((0, 1)), "nearest", lower=False)
 
 

@@ -194,7 +194,7 @@ def test_shapes_that_the_configuration_did_not_promise_are_the_teachers_fault(tm
         TextTokens(text.states, text.pieces, text.importance, text.attention[:1]),  # type: ignore[index]
     ]
     for said in wrong:
-        with pytest.raises(TeacherError, match=r"gave tokens of shapes .* its configuration promised"):
+        with pytest.raises(TeacherError, match=r"returned tokens of shapes .* its configuration gives"):
             made.check([said], attention=True)
 
 
@@ -248,7 +248,7 @@ def test_rows_come_back_in_the_order_asked_for_and_missing_ones_name_the_command
     view = opened(path)
     assert columns_of(view).present(np.array([19, 20, -1, 99])).tolist() == [True, False, False, False]
     for attention, columns_named in ((False, "vectors,tokens"), (True, "vectors,tokens,attention")):
-        with pytest.raises(MissingRows, match=rf"1 of 2 rows.*first row 20; `tcache build --columns {columns_named}`"):
+        with pytest.raises(MissingRows, match=rf"1 of 2 rows, the first is row 20; `tcache build --columns {columns_named}`"):
             columns_of(view).gather(np.array([3, 20]), attention=attention)
 
 
@@ -344,9 +344,9 @@ def test_columns_of_another_shape_format_or_layers_are_refused_in_one_line(tmp_p
         held = view.record.columns
         assert held is not None
         for wanted, message in (
-            (TokenRecord(held.shape, "float16-raw", held.attention), "keeps tokens as float16, not float16-raw"),
-            (TokenRecord(held.shape, "float16", (2,)), "keeps attention of layers 1,3, not 2"),
-            (TokenRecord(SHAPE, "float16", None), "keeps tokens of TokenShape"),
+            (TokenRecord(held.shape, "float16-raw", held.attention), "has tokens as float16, not float16-raw"),
+            (TokenRecord(held.shape, "float16", (2,)), "has attention maps of layers 1,3, not 2"),
+            (TokenRecord(SHAPE, "float16", None), "has tokens of TokenShape"),
         ):
             with pytest.raises(CacheError, match=message):
                 cache.ensure_tokens(view, wanted)
