@@ -89,7 +89,9 @@ class AlignmentColumn:
             blobs = self.column.read(np.asarray(rows, dtype=np.int64))
         except DamagedCache as error:
             raise _with_advice(self.column, error) from error
-        return [Alignment.from_pairs(np.frombuffer(blob, dtype=_PAIR).reshape(-1, 2).astype(np.int32)) for blob in blobs]
+        return [
+            Alignment.from_pairs(np.frombuffer(blob, dtype=_PAIR).reshape(-1, 2).astype(np.int32)) for blob in blobs
+        ]
 
 
 def stored_alignments(view: SpaceView, settings: AlignmentSettings) -> AlignmentColumn | None:

@@ -207,7 +207,8 @@ def test_another_teacher_under_the_same_name_is_refused_in_one_line(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("teacher", "message"), [(OtherWidth, "returned tokens of shapes"), (Silent, "returned no token columns for 4 texts")]
+    ("teacher", "message"),
+    [(OtherWidth, "returned tokens of shapes"), (Silent, "returned no token columns for 4 texts")],
 )
 def test_a_teacher_that_breaks_its_promise_is_told_and_leaves_no_columns(
     tmp_path: Path, teacher: type[Variant], message: str

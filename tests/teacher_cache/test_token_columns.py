@@ -248,7 +248,9 @@ def test_rows_come_back_in_the_order_asked_for_and_missing_ones_name_the_command
     view = opened(path)
     assert columns_of(view).present(np.array([19, 20, -1, 99])).tolist() == [True, False, False, False]
     for attention, columns_named in ((False, "vectors,tokens"), (True, "vectors,tokens,attention")):
-        with pytest.raises(MissingRows, match=rf"1 of 2 rows, the first is row 20; `tcache build --columns {columns_named}`"):
+        with pytest.raises(
+            MissingRows, match=rf"1 of 2 rows, the first is row 20; `tcache build --columns {columns_named}`"
+        ):
             columns_of(view).gather(np.array([3, 20]), attention=attention)
 
 
