@@ -337,7 +337,7 @@ def test_repair_prints_what_it_did_and_the_next_build_encodes_the_missing_rows(c
     assert result.exit_code == 0
     assert "its 4 rows are missing now" in result.stdout
     assert result.stdout.splitlines()[-2:] == [
-        "1 repaired, 0 not; 4 rows are missing now",
+        "1 repaired, 0 not; 4 rows to encode",
         "next: tcache build with the same corpus, teacher and --columns",
     ]
     assert "0 cached, 4 encoded" in run("build", corpus, "--teacher", "toy", "--cache", cache).stdout
