@@ -1,7 +1,7 @@
-"""A sealed copy of the index: how other machines read a cache.
+"""A sealed copy of the index, with which other machines read a cache.
 
-LMDB must not be opened over a network, and its readers write to its lock file. The copy never changes once it
-is there, so it needs no lock and may lie on any file system, mounted read-only.
+LMDB must not be opened over a network, and its readers write to its lock file. A sealed copy never changes, so it needs
+no lock and may be on any file system, mounted read-only.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,10 +16,10 @@ from teacher_cache.table.cache import SEALED, TeacherCache
 
 @dataclass(frozen=True)
 class SealedIndex:
-    """What was sealed.
+    """A sealed copy.
 
     Attributes:
-        rows: texts that the copy knows.
+        rows: texts in it.
         bytes: size of its file.
         sealed: when, ISO 8601 in UTC.
     """
@@ -34,12 +34,12 @@ class SealedIndex:
 
 
 def seal(path: str | Path) -> SealedIndex:
-    """Put a copy of the index as it is now in place of an older one; may run beside a writer.
+    """Replace the sealed copy by one of the index as it is now; may run beside a writer.
 
     Raises:
         CacheNotFound, DamagedCache, FormatVersionError: there is no cache to seal.
-        CacheError: the live index cannot be read here.
-        DiskFull: the older copy is still in place.
+        CacheError: the index itself cannot be read here.
+        DiskFull: the older copy is unchanged.
     """
     with TeacherCache.open(path) as cache:
         target = cache.path / SEALED / DATA
