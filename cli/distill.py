@@ -288,12 +288,27 @@ def demo(output_dir: Path) -> None:
 
 @main.command(name="list")
 @click.argument(
-    "kind", type=click.Choice(["objectives", "sharpness", "teachers", "families", "tasks", "analyses", "exports"])
+    "kind",
+    type=click.Choice(
+        [
+            "objectives",
+            "presets",
+            "sharpness",
+            "teachers",
+            "families",
+            "tasks",
+            "analyses",
+            "exports",
+            "shapes",
+            "encodings",
+        ]
+    ),
 )
 @common_options
 def list_names(kind: str) -> None:
-    """The names that flags and settings take."""
-    from distill.runs.listing import names
+    """List the names that flags and settings take, each with a description."""
+    from distill.runs.listing import describe
 
-    found = names(kind)
-    emit(found, lambda: found)
+    found = dict(sorted(describe(kind).items()))
+    width = max(map(len, found))
+    emit(list(found), lambda: [f"{name:<{width}}  {description}" for name, description in found.items()])

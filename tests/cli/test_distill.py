@@ -148,10 +148,23 @@ def test_evaluation_has_the_documented_json(tiny_student: Path, tmp_path: Path) 
         ("families", "bge-m3"),
         ("tasks", "stsb"),
         ("exports", "sentence_transformer"),
+        ("analyses", "layers"),
+        ("presets", "talas:paper"),
+        ("shapes", "bert-base"),
+        ("encodings", "float16"),
     ],
 )
 def test_list_prints_names(kind: str, some: str) -> None:
     assert some in json.loads(distill("list", kind, "--json").stdout)
+
+
+def test_list_prints_a_description_of_each_name() -> None:
+    names = json.loads(distill("list", "objectives", "--json").stdout)
+    lines = distill("list", "objectives").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == names
+    assert all(len(line.split()) > 3 for line in lines)
+    tasks = dict(line.split(maxsplit=1) for line in distill("list", "tasks").stdout.splitlines())
+    assert tasks["stsb"] == "sts, spearman, in-domain"
 
 
 def test_a_run_prints_teacher_corpus_student_and_method_before_training(short_run: list[str]) -> None:
