@@ -1,7 +1,7 @@
-"""The package's errors.
+"""Errors of bad input or a bad state.
 
-Each message is one line: what is wrong, where, what was found and expected, what to do next. The command
-line prints it and exits with `exit_code`; nothing else catches them.
+Each message is one line: what is wrong, where, what was found and expected, what to do next. The command line prints
+it and exits with `exit_code`.
 """
 
 from collections.abc import Iterator
@@ -35,25 +35,25 @@ def distribution(library: str) -> str:
 
 
 class KnownError(Exception):
-    """Base class: bad input or a bad state, not a defect."""
+    """Base class: bad input or a bad state, not a bug."""
 
     exit_code = 1
 
 
 class CacheError(KnownError):
-    """Something about a cache folder."""
+    """Base class of errors of a cache folder."""
 
 
 class CorpusError(KnownError, ValueError):
-    """A corpus that cannot be read as it stands; the message names file and line."""
+    """Invalid or unreadable corpus; the message names the file and line."""
 
 
 class TeacherError(KnownError, ValueError):
-    """A teacher that cannot be found, resolved or run."""
+    """A teacher cannot be found, resolved or run."""
 
 
 class WorkerError(KnownError, RuntimeError):
-    """Workers that cannot be started, or a batch that killed every worker it was given to."""
+    """Workers cannot be started, or a batch repeatedly killed its worker."""
 
 
 class MissingDependency(KnownError, ImportError):
@@ -61,7 +61,7 @@ class MissingDependency(KnownError, ImportError):
 
     @classmethod
     def of(cls, user: str, library: str, advice: str = "") -> "MissingDependency":
-        """The error that `user`, such as "a map", needs `library`, a key of `EXTRAS`.
+        """The error for a feature `user`, such as "a map", that needs `library`, a key of `EXTRAS`.
 
         Args:
             advice: what else to do, after the command that installs the extra.
@@ -71,7 +71,7 @@ class MissingDependency(KnownError, ImportError):
 
 @contextmanager
 def optional_import(user: str, advice: str = "") -> Iterator[None]:
-    """Import an optional library in this block, which raises `MissingDependency.of` when it is not installed."""
+    """Context for importing an optional library; raises `MissingDependency` if it is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -86,23 +86,23 @@ class CacheNotFound(CacheError, FileNotFoundError):
 
 
 class FormatVersionError(CacheError, ValueError):
-    """A cache written in a format version that this code does not read."""
+    """The cache has a format version that this code does not read."""
 
 
 class CacheLocked(CacheError, RuntimeError):
-    """Another writer holds the cache; the message says who, where and since when."""
+    """Another process is writing to the cache; the message names the process, host and start time."""
 
 
 class CorpusNotFound(CacheError, LookupError):
-    """The cache holds no corpus of that name."""
+    """The cache has no corpus of that name."""
 
 
 class SpaceNotFound(CacheError, LookupError):
-    """The cache holds no such embedding space."""
+    """The cache has no such embedding space."""
 
 
 class SpaceMismatch(CacheError, ValueError):
-    """Two embedding spaces differ where they must agree; the message names the field and both values."""
+    """Two embedding spaces differ; the message names the field and both values."""
 
 
 class MissingRows(CacheError, KeyError):
@@ -112,8 +112,8 @@ class MissingRows(CacheError, KeyError):
 
 
 class DamagedCache(CacheError, OSError):
-    """Bytes on disk are not what the index says they are."""
+    """Files of the cache are missing, or differ from their record in the index."""
 
 
 class DiskFull(CacheError, OSError):
-    """The disk filled up while writing; what was committed before is intact."""
+    """The disk is full; what was committed before is intact."""
