@@ -1,4 +1,4 @@
-"""Token columns stand in for the teacher: the same losses, whole runs, and a plain word where something is missing."""
+"""Token columns replace the teacher in training: equal losses, complete runs, clear errors for missing columns."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,7 +43,7 @@ LEAF_LOSSES = ["minilm_weight", "tinybert_weight", "distilbert_weight"]
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """ "bert" cuts texts as the student does; "qwen3" is causal, padded on the left and shares values among heads."""
+    """ "bert" has the student's tokenizer; "qwen3" is causal, left-padded, with grouped-query attention."""
     root = tmp_path_factory.mktemp("models")
     return {
         "bert": tiny_teachers.write_bert(root / "tiny-teacher", seed=3),
@@ -54,7 +54,7 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Caches:
-    """Caches of the texts, each built when it is first asked for."""
+    """Caches of the texts, built on first use."""
 
     def __init__(self, folder: Path, teachers: dict[str, Path]) -> None:
         self.folder = folder
@@ -81,13 +81,13 @@ def config(cache: Path, student: Path, folder: Path, method: str, *overrides: st
     return tiny_config(cache, student, folder, f"objective.name={method}", "training.max_steps=2", *overrides)
 
 
-def asking(of: RunConfig, teacher: Path) -> RunConfig:
+def with_online_teacher(of: RunConfig, teacher: Path) -> RunConfig:
     """The same run with the teacher in the loop."""
     return replace(of, teacher=TeacherConfig("online", str(teacher), "cpu"))
 
 
 def batches(of: RunConfig) -> tuple[Distillation, Iterator[dict[str, Any]]]:
-    """What a run trains, and the first batches of the records in their own order."""
+    """The model of a run, and its first batches in corpus order."""
     made = parts(of)
     made.student.train()
     starts = range(0, STEPS * BATCH, BATCH)
@@ -101,15 +101,15 @@ def terms(model: Distillation, batch: dict[str, Any], seed: int) -> dict[str, Te
     return {"loss": outputs["loss"], **outputs["terms"]}
 
 
-# Largest relative difference of a term. float16 changes a number by 2^-11 of itself at most, and a term by less: the
-# errors of many numbers cancel.
+# Largest relative difference of a term. float16 changes a number by at most 2^-11 of its value, and a term by less,
+# because errors cancel.
 BOUNDS = {"float16": 2.0**-11, "float16-raw": 2.0**-11, "int8": 2e-3}
 
 
 @pytest.mark.parametrize("storage", BOUNDS)
 @pytest.mark.parametrize("teacher", ["mpnet", "st", "qwen3"])
 @pytest.mark.parametrize("method", METHODS)
-def test_losses_from_the_columns_are_those_with_the_teacher(
+def test_losses_from_token_columns_equal_those_with_the_teacher(
     caches: Caches,
     teachers: dict[str, Path],
     tiny_student: Path,
@@ -120,25 +120,25 @@ def test_losses_from_the_columns_are_those_with_the_teacher(
 ) -> None:
     cached = config(caches(teacher, storage), tiny_student, tmp_path, method)
     model, of_cache = batches(cached)
-    _, of_teacher = batches(asking(cached, teachers[teacher]))
+    _, of_teacher = batches(with_online_teacher(cached, teachers[teacher]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step, (stored, asked) in enumerate(zip(of_cache, of_teacher, strict=True)):
-        assert torch.equal(stored["input_ids"], asked["input_ids"])
-        found, expected = terms(model, stored, step), terms(model, asked, step)
+    for step, (stored, online) in enumerate(zip(of_cache, of_teacher, strict=True)):
+        assert torch.equal(stored["input_ids"], online["input_ids"])
+        found, expected = terms(model, stored, step), terms(model, online, step)
         torch.testing.assert_close(found, expected, rtol=BOUNDS[storage], atol=1e-6)
         torch.autograd.backward(found["loss"])
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_what_is_read_back_is_what_the_teacher_says_in_the_numbers_of_the_format(
+def test_stored_tokens_equal_the_teacher_output_in_the_precision_of_the_encoding(
     caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path
 ) -> None:
     cached = config(caches("mpnet", "float16-raw"), tiny_student, tmp_path, "emo")
     _, of_cache = batches(cached)
-    _, of_teacher = batches(asking(cached, teachers["mpnet"]))
-    stored, asked = next(of_cache), next(of_teacher)
-    for name, tensor in asked["teacher_tokens"].items():
+    _, of_teacher = batches(with_online_teacher(cached, teachers["mpnet"]))
+    stored, online = next(of_cache), next(of_teacher)
+    for name, tensor in online["teacher_tokens"].items():
         read = stored["teacher_tokens"][name]
         if tensor.dtype is torch.bool:
             assert torch.equal(read, tensor)
@@ -146,7 +146,7 @@ def test_what_is_read_back_is_what_the_teacher_says_in_the_numbers_of_the_format
             assert torch.equal(read, read.half().float())
             torch.testing.assert_close(read, tensor, rtol=2.0**-11, atol=2e-6)
     for name in ("input_ids", "attention_mask", "text_ids", "special", "alignment"):
-        assert torch.equal(stored[name], asked[name]), name
+        assert torch.equal(stored[name], online[name]), name
 
 
 @pytest.mark.parametrize("mode", ["cached", "online"])
@@ -155,7 +155,7 @@ def test_a_run_trains_and_exports_with_every_token_objective(
     caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path, method: str, mode: str
 ) -> None:
     of = config(caches("st"), tiny_student, tmp_path / "run", method, "data.window=64")
-    result = run(asking(of, teachers["st"]) if mode == "online" else of)
+    result = run(with_online_teacher(of, teachers["st"]) if mode == "online" else of)
     assert result.steps == 2
     assert (Path(result.final) / "modules.json").exists()
     logged = [line for line in metrics(tmp_path / "run") if "loss" in line]
@@ -164,12 +164,12 @@ def test_a_run_trains_and_exports_with_every_token_objective(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_from_the_columns_goes_as_one_with_the_teacher(
+def test_a_run_from_token_columns_equals_one_with_the_teacher(
     caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path, method: str
 ) -> None:
     cached = config(caches("mpnet"), tiny_student, tmp_path / "cached", method)
     run(cached)
-    run(replace(asking(cached, teachers["mpnet"]), output_dir=str(tmp_path / "online")))
+    run(replace(with_online_teacher(cached, teachers["mpnet"]), output_dir=str(tmp_path / "online")))
     first, second = metrics(tmp_path / "cached"), metrics(tmp_path / "online")
     for mine, theirs in zip(first, second, strict=True):
         if "loss" in mine:
@@ -177,10 +177,10 @@ def test_a_run_from_the_columns_goes_as_one_with_the_teacher(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_cache_of_sentence_vectors_says_how_to_get_the_columns(
+def test_a_cache_without_token_columns_is_refused_with_the_command_that_adds_them(
     caches: Caches, tiny_student: Path, tmp_path: Path, method: str
 ) -> None:
-    # How many layers the teacher has is not known of its sentence vectors.
+    # Sentence vectors do not record the number of layers of the teacher.
     columns = (
         r"vectors,tokens,attention --attention-layers 6,12` for a teacher of 12 layers"
         if method == "emo"
@@ -191,7 +191,7 @@ def test_a_cache_of_sentence_vectors_says_how_to_get_the_columns(
 
 
 @pytest.mark.parametrize("kept", [TokenRequest(), TokenRequest(attention=(1,))], ids=["none", "the first"])
-def test_attention_of_other_layers_is_refused_with_those_that_are_needed(
+def test_attention_of_other_layers_is_refused_with_the_required_ones(
     caches: Caches, tiny_student: Path, tmp_path: Path, kept: TokenRequest
 ) -> None:
     found = r"those of \[1\]" if kept.attention else "none"
@@ -199,7 +199,7 @@ def test_attention_of_other_layers_is_refused_with_those_that_are_needed(
         run(config(caches("mpnet", tokens=kept), tiny_student, tmp_path / "run", "emo"))
 
 
-def test_one_layer_of_those_that_are_kept_is_enough(caches: Caches, tiny_student: Path, tmp_path: Path) -> None:
+def test_one_stored_attention_layer_is_enough(caches: Caches, tiny_student: Path, tmp_path: Path) -> None:
     of = config(
         caches("mpnet", tokens=TokenRequest(attention=(2,))),
         tiny_student,
@@ -214,62 +214,60 @@ def test_one_layer_of_those_that_are_kept_is_enough(caches: Caches, tiny_student
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_another_teacher_in_the_loop_is_refused_by_the_field_that_differs(
+def test_another_online_teacher_is_refused_with_the_field_that_differs(
     caches: Caches, tiny_student: Path, tmp_path: Path, method: str
 ) -> None:
     other = tiny_teachers.write_mpnet(tmp_path / "other", seed=8)
-    of = asking(config(caches("mpnet"), tiny_student, tmp_path / "run", method), other)
+    of = with_online_teacher(config(caches("mpnet"), tiny_student, tmp_path / "run", method), other)
     with pytest.raises(SpaceMismatch, match=r"does not speak the cached space .*weights is '.*', cached '"):
         run(of)
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("losses", [[name] for name in LEAF_LOSSES] + [LEAF_LOSSES], ids=lambda names: "+".join(names))
-def test_added_losses_of_leaf_train_with_the_teacher_in_the_loop(
+def test_additional_leaf_losses_train_with_an_online_teacher(
     caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path, losses: list[str]
 ) -> None:
     weights = [f"objective.options.{name}=1.0" for name in losses]
-    of = asking(config(caches("bert"), tiny_student, tmp_path / "run", "leaf", *weights), teachers["bert"])
+    of = with_online_teacher(config(caches("bert"), tiny_student, tmp_path / "run", "leaf", *weights), teachers["bert"])
     assert run(of).steps == 2
     logged = [line for line in metrics(tmp_path / "run") if "loss" in line]
     for name in losses:
         assert all(line[name.removesuffix("_weight")] > 0 for line in logged)
 
 
-def test_distilbert_losses_from_the_columns_are_those_with_the_teacher(
+def test_distilbert_losses_from_token_columns_equal_those_with_the_teacher(
     caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path
 ) -> None:
     cached = config(caches("bert"), tiny_student, tmp_path, "leaf", "objective.options.distilbert_weight=1.0")
     model, of_cache = batches(cached)
-    _, of_teacher = batches(asking(cached, teachers["bert"]))
-    for step, (stored, asked) in enumerate(zip(of_cache, of_teacher, strict=True)):
+    _, of_teacher = batches(with_online_teacher(cached, teachers["bert"]))
+    for step, (stored, online) in enumerate(zip(of_cache, of_teacher, strict=True)):
         torch.testing.assert_close(
-            terms(model, stored, step), terms(model, asked, step), rtol=BOUNDS["float16"], atol=1e-6
+            terms(model, stored, step), terms(model, online, step), rtol=BOUNDS["float16"], atol=1e-6
         )
 
 
 @pytest.mark.parametrize("name", ["minilm_weight", "tinybert_weight"])
-def test_layer_by_layer_losses_ask_for_the_teacher_itself(
-    caches: Caches, tiny_student: Path, tmp_path: Path, name: str
-) -> None:
+def test_layer_losses_require_an_online_teacher(caches: Caches, tiny_student: Path, tmp_path: Path, name: str) -> None:
     of = config(caches("bert"), tiny_student, tmp_path / "run", "leaf", f"objective.options.{name}=1.0")
     with pytest.raises(NeedsNotMet, match=r"which no cache keeps; use `distill run` with teacher\.mode=online"):
         run(of)
 
 
 @pytest.mark.parametrize("mode", ["cached", "online"])
-def test_losses_token_by_token_refuse_a_teacher_that_cuts_texts_otherwise(
+def test_token_losses_refuse_a_teacher_with_another_tokenizer(
     caches: Caches, teachers: dict[str, Path], tiny_student: Path, tmp_path: Path, mode: str
 ) -> None:
     of = config(caches("qwen3"), tiny_student, tmp_path / "run", "leaf", "objective.options.distilbert_weight=1.0")
     with pytest.raises(NeedsNotMet, match="tokens that are not the same; it needs one tokenizer"):
-        run(asking(of, teachers["qwen3"]) if mode == "online" else of)
+        run(with_online_teacher(of, teachers["qwen3"]) if mode == "online" else of)
 
 
-def test_a_run_with_the_teacher_has_the_order_of_one_from_the_columns(
+def test_an_online_run_has_the_order_of_a_cached_one(
     tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.config.TOKEN_WINDOW", 18)  # the corpus has several windows of tokens, and one without
+    monkeypatch.setattr("distill.config.TOKEN_WINDOW", 18)  # several windows with tokens, one without
     (tmp_path / "few.txt").write_text("".join(f"{text}\n" for text in TEXTS))
     build(Corpus.open(tmp_path / "few.txt"), TeacherOptions(model="toy"), tmp_path / "cache", tokens=TokenRequest())
     of = replace(config(tmp_path / "cache", tiny_student, tmp_path, "cdm"), data=DataConfig())

@@ -1,4 +1,4 @@
-"""Alignments of a corpus, computed once and kept in the cache."""
+"""Alignments of a corpus, computed once and stored in the cache."""
 
 import pickle
 import shutil
@@ -49,26 +49,26 @@ def same(first: Alignment, second: Alignment) -> bool:
 
 
 @pytest.mark.parametrize("method", ["offset", "dtw_mean"])
-def test_what_is_kept_is_what_is_computed(tmp_path: Path, tiny_student: Path, method: str) -> None:
+def test_stored_alignments_equal_computed_ones(tmp_path: Path, tiny_student: Path, method: str) -> None:
     from transformers import AutoTokenizer
 
     path = filled(tmp_path)
     report = align_corpus(path, str(tiny_student), method)
     assert (report.rows, report.aligned, report.cached, report.without_tokens) == (40, 40, 0, 0)
-    # Words are tokens on both sides; [CLS] and [SEP] have no counterpart with a teacher without specials.
+    # Words are tokens on both sides; the toy teacher has no counterparts of [CLS] and [SEP].
     assert report.mapped == report.student_tokens - 2 * 40
     with TeacherCache.open(path) as cache:
         view = cache.space()
-        kept = stored_alignments(view, settings_of(tiny_student, method))
-        assert kept is not None
+        stored = stored_alignments(view, settings_of(tiny_student, method))
+        assert stored is not None
         assert view.tokens is not None
         rows = np.random.default_rng(0).permutation(40)
-        texts, theirs = cache.texts(rows), view.tokens.gather_pieces(rows)
-        ours = text_pieces(AutoTokenizer.from_pretrained(tiny_student), texts, max_length=64)
-        assert kept.present(rows).all()
-        found = kept.gather(rows)
-        again = pickle.loads(pickle.dumps(kept)).gather(rows)
-        for text, teacher, student, one, two in zip(texts, theirs, ours, found, again, strict=True):
+        texts, teacher_pieces = cache.texts(rows), view.tokens.gather_pieces(rows)
+        student_pieces = text_pieces(AutoTokenizer.from_pretrained(tiny_student), texts, max_length=64)
+        assert stored.present(rows).all()
+        found = stored.gather(rows)
+        again = pickle.loads(pickle.dumps(stored)).gather(rows)
+        for text, teacher, student, one, two in zip(texts, teacher_pieces, student_pieces, found, again, strict=True):
             assert same(one, align(text, teacher, student, method, lower=False))
             assert same(one, two)
 
@@ -84,7 +84,7 @@ def test_only_texts_without_an_alignment_are_aligned(tmp_path: Path, tiny_studen
     assert (again.cached, again.aligned, again.student_tokens) == (50, 0, 0)
 
 
-def test_another_way_of_cutting_texts_is_another_column(tmp_path: Path, tiny_student: Path) -> None:
+def test_other_tokenizer_settings_are_another_column(tmp_path: Path, tiny_student: Path) -> None:
     path = filled(tmp_path)
     arrays = {
         align_corpus(path, str(tiny_student), "offset").array,
@@ -113,44 +113,46 @@ def test_an_interrupted_run_keeps_its_finished_shards(tmp_path: Path, tiny_stude
     with pytest.raises(KeyboardInterrupt):
         align_corpus(path, str(tiny_student), "offset", report=stop)
     with TeacherCache.open(path) as cache:
-        kept = stored_alignments(cache.space(), settings_of(tiny_student))
-        assert kept is not None
-        assert kept.present(np.arange(40)).tolist() == [True] * SHARD_ROWS + [False] * 24
+        stored = stored_alignments(cache.space(), settings_of(tiny_student))
+        assert stored is not None
+        assert stored.present(np.arange(40)).tolist() == [True] * SHARD_ROWS + [False] * 24
         with pytest.raises(MissingRows):
-            kept.gather(np.array([20]))
+            stored.gather(np.array([20]))
     assert align_corpus(path, str(tiny_student), "offset").cached == SHARD_ROWS
 
 
-def test_a_lost_or_damaged_column_says_how_it_is_made_again(tmp_path: Path, tiny_student: Path) -> None:
+def test_a_missing_or_damaged_column_is_reported_with_the_command_that_repairs_it(
+    tmp_path: Path, tiny_student: Path
+) -> None:
     path = filled(tmp_path)
     report = align_corpus(path, str(tiny_student), "offset")
     folder = path / "spaces" / report.space / report.array
     shard = folder / "c" / "0"
     shard.write_bytes(shard.read_bytes()[:-40] + bytes(40))
     with TeacherCache.open(path) as cache:
-        kept = stored_alignments(cache.space(), settings_of(tiny_student))
-        assert kept is not None
+        stored = stored_alignments(cache.space(), settings_of(tiny_student))
+        assert stored is not None
         with pytest.raises(DamagedCache, match=r"alignment-offset-.*remove .* and run `tcache align` again"):
-            kept.gather(np.array([0]))
+            stored.gather(np.array([0]))
     shutil.rmtree(folder)
     with TeacherCache.open(path) as cache:
         assert stored_alignments(cache.space(), settings_of(tiny_student)) is None
     assert align_corpus(path, str(tiny_student), "offset").aligned == 40
 
 
-def test_a_space_without_tokens_is_refused_with_the_command_that_fills_them(tmp_path: Path, tiny_student: Path) -> None:
+def test_a_space_without_tokens_is_refused_with_the_command_that_adds_them(tmp_path: Path, tiny_student: Path) -> None:
     path = filled(tmp_path, tokens=False)
     with pytest.raises(MissingRows, match="`tcache build --columns vectors,tokens` with the same teacher"):
         align_corpus(path, str(tiny_student), "offset")
 
 
-def test_texts_that_have_no_tokens_are_counted_and_left_out(tmp_path: Path, tiny_student: Path) -> None:
+def test_texts_without_tokens_are_counted_and_skipped(tmp_path: Path, tiny_student: Path) -> None:
     filled(tmp_path, 20)
     path = filled(tmp_path, 30, tokens=False)
     report = align_corpus(path, str(tiny_student), "offset")
     assert (report.rows, report.aligned, report.without_tokens) == (30, 20, 10)
 
 
-def test_an_unknown_method_is_refused_before_the_cache_is_looked_at(tmp_path: Path) -> None:
+def test_an_unknown_method_is_refused_before_the_cache_is_opened(tmp_path: Path) -> None:
     with pytest.raises(TeacherError, match="unknown alignment 'nearest'"):
         align_corpus(tmp_path / "nowhere", "no model", "nearest")

@@ -1,4 +1,4 @@
-"""A build asks the teacher for what is missing, once, and can be cut off anywhere."""
+"""A build encodes each missing text once, and can be killed at any moment."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from teacher_cache.maintenance.check import verify
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
+from tests.teacher_cache.observed_builds import EncodedLog, Recorded
 from tests.teacher_cache.small_caches import (
     TOY,
     built,
@@ -39,35 +40,16 @@ from tests.teacher_cache.toy_variants import BadVectors, Logged, Refuses
 TEXTS = numbered(20)
 
 
-class Recorded(Workers):
-    """Local workers that remember the batches they were given."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[str]] = []
-
-    def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
-        def noted() -> Iterable[list[str]]:
-            for batch in batches:
-                self.batches.append(batch)
-                yield batch
-
-        yield from LocalWorkers().encode(spec, noted())
-
-    @property
-    def asked(self) -> list[str]:
-        return [text for batch in self.batches for text in batch]
-
-
 def outcome(report: BuildReport) -> tuple[int, int, int, int]:
     return report.distinct, report.cached, report.encoded, report.quarantined
 
 
-def test_a_first_build_encodes_every_distinct_text_once(tmp_path: Path) -> None:
+def test_the_first_build_encodes_every_distinct_text_once(tmp_path: Path) -> None:
     workers = Recorded()
     report = built(tmp_path, [*TEXTS, TEXTS[3], TEXTS[3]], workers=workers)
     assert report.rows == 22
     assert outcome(report) == (20, 0, 20, 0)
-    assert sorted(workers.asked) == sorted(TEXTS)
+    assert sorted(workers.texts) == sorted(TEXTS)
     assert report.tokens == sum(len(text.split()) for text in TEXTS)
     assert (report.truncated, report.repaired) == (0, 0)
     assert (report.corpus, report.cache) == ("corpus", str(tmp_path / "cache"))
@@ -94,7 +76,7 @@ def test_a_second_build_never_loads_the_teacher(tmp_path: Path, monkeypatch: pyt
         built(tmp_path, ["new"])
 
 
-def test_one_new_text_is_the_only_one_encoded(tmp_path: Path) -> None:
+def test_only_the_new_text_is_encoded(tmp_path: Path) -> None:
     built(tmp_path, TEXTS)
     workers = Recorded()
     assert outcome(built(tmp_path, ["new", *TEXTS], workers=workers)) == (21, 20, 1, 0)
@@ -102,7 +84,7 @@ def test_one_new_text_is_the_only_one_encoded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"prompt": "query: "}, {"max_length": 3}, {"dims": 8}])
-def test_another_prompt_length_or_width_is_another_space_and_leaves_the_old_one(
+def test_another_prompt_length_or_width_creates_another_space_and_keeps_the_old_one(
     tmp_path: Path, change: dict[str, object]
 ) -> None:
     old = built(tmp_path, TEXTS)
@@ -117,7 +99,7 @@ def test_another_prompt_length_or_width_is_another_space_and_leaves_the_old_one(
         assert unequal_rows(cache.space(new.space), TEXTS, teacher) == []
 
 
-def test_cut_texts_are_counted(tmp_path: Path) -> None:
+def test_truncated_texts_are_counted(tmp_path: Path) -> None:
     texts = ["one two three", "one two three four", "one two three four five"]
     report = built(tmp_path, texts, teacher=TeacherOptions(model="toy", max_length=3))
     assert (report.truncated, report.tokens) == (2, 9)
@@ -144,7 +126,7 @@ def test_a_corpus_without_a_text_is_refused_and_publishes_nothing(
     assert outcome(built(tmp_path, TEXTS)) == (20, 0, 20, 0)
 
 
-def test_without_a_name_a_corpus_never_takes_the_place_of_one_from_another_file(tmp_path: Path) -> None:
+def test_without_a_name_a_corpus_never_replaces_one_from_another_file(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "t.txt").write_text(f"{folder}\n")
@@ -163,7 +145,7 @@ def test_without_a_name_a_corpus_never_takes_the_place_of_one_from_another_file(
     assert build(Corpus.open(tmp_path / "b/t.txt"), TOY, path, name="t").rows == 1
 
 
-def test_a_relative_path_means_another_file_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_another_file_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "t.txt").write_text(f"{folder}\n")
@@ -175,7 +157,7 @@ def test_a_relative_path_means_another_file_in_another_folder(tmp_path: Path, mo
     assert build(Corpus.open("../a/t.txt"), TOY, tmp_path / "cache").cached == 1
 
 
-def test_refused_vectors_are_counted_with_reasons_and_not_asked_for_again(tmp_path: Path) -> None:
+def test_quarantined_vectors_are_counted_with_reasons_and_not_encoded_again(tmp_path: Path) -> None:
     texts = ["nan 1", "fine 1", "inf 1", "nan 2", "zero 1", "huge 1", "fine 2", "repaired 1", "fine 1"]
     report = built(tmp_path, texts, teacher=BadVectors.options())
     assert outcome(report) == (8, 0, 3, 5)
@@ -188,7 +170,7 @@ def test_refused_vectors_are_counted_with_reasons_and_not_asked_for_again(tmp_pa
     }
     with TeacherCache.open(tmp_path / "cache") as cache:
         present = cache.space().present(cache.lookup(texts))
-        assert [text for text, is_there in zip(texts, present, strict=True) if not is_there] == [
+        assert [text for text, has_vector in zip(texts, present, strict=True) if not has_vector] == [
             "nan 1",
             "inf 1",
             "nan 2",
@@ -197,9 +179,9 @@ def test_refused_vectors_are_counted_with_reasons_and_not_asked_for_again(tmp_pa
         ]
     workers = Recorded()
     again = built(tmp_path, [*texts, "nan 3"], teacher=BadVectors.options(), workers=workers)
-    assert workers.asked == ["nan 3"]
+    assert workers.texts == ["nan 3"]
     assert outcome(again) == (9, 3, 0, 6)
-    # Another corpus that holds none of them does not count them.
+    # Another corpus without these texts does not count them.
     assert outcome(built(tmp_path, ["fine 1"], teacher=BadVectors.options(), name="b")) == (1, 1, 0, 0)
     assert verify(tmp_path / "cache", deep=True).ok
 
@@ -210,8 +192,8 @@ small_texts = st.builds("{} {}".format, words, st.integers(0, 9))
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.lists(small_texts, min_size=1, max_size=40), min_size=1, max_size=3))
-def test_every_distinct_text_was_cached_or_is_encoded_or_refused(corpora: list[list[str]]) -> None:
-    settled: set[str] = set()
+def test_every_distinct_text_is_cached_encoded_or_quarantined(corpora: list[list[str]]) -> None:
+    seen: set[str] = set()
     with passing_folder() as folder:
         for texts in corpora:
             report = built(Path(folder), texts, teacher=BadVectors.options())
@@ -219,13 +201,13 @@ def test_every_distinct_text_was_cached_or_is_encoded_or_refused(corpora: list[l
             assert report.rows == len(texts)
             assert outcome(report) == (
                 len(set(texts)),
-                len(fine & settled),
-                len(fine - settled),
+                len(fine & seen),
+                len(fine - seen),
                 len(set(texts) - fine),
             )
-            assert report.repaired == sum(text.startswith("repaired") for text in set(texts) - settled)
+            assert report.repaired == sum(text.startswith("repaired") for text in set(texts) - seen)
             assert sum(report.reasons.values()) == report.quarantined
-            settled |= set(texts)
+            seen |= set(texts)
         assert verify(Path(folder) / "cache", deep=True).ok
 
 
@@ -259,12 +241,12 @@ def test_an_unfinished_shard_is_committed_after_a_while(tmp_path: Path, monkeypa
     assert seen == [0, 3, 6, 8, 11, 14, 16, 19, 20]
 
 
-def test_shards_that_come_back_in_any_order_are_all_right(tmp_path: Path) -> None:
+def test_batches_can_be_completed_in_any_order(tmp_path: Path) -> None:
     class Shuffled(Workers):
         def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
-            answers = list(LocalWorkers().encode(spec, batches))
-            random.Random(0).shuffle(answers)
-            yield from answers
+            results = list(LocalWorkers().encode(spec, batches))
+            random.Random(0).shuffle(results)
+            yield from results
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_module, "BATCH_ROWS", 3)
@@ -290,7 +272,7 @@ def test_progress_adds_up(tmp_path: Path) -> None:
     assert encoding[-1].bytes == 16 * 32 * 2
 
 
-def test_an_unknown_teacher_or_format_leaves_no_folder(tmp_path: Path) -> None:
+def test_an_unknown_teacher_or_encoding_leaves_no_folder(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, TEXTS)
     path = tmp_path / "cache"
     with pytest.raises(TeacherError):
@@ -300,7 +282,7 @@ def test_an_unknown_teacher_or_format_leaves_no_folder(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_the_number_format_of_a_space_is_kept(tmp_path: Path) -> None:
+def test_the_encoding_of_a_space_is_kept(tmp_path: Path) -> None:
     built(tmp_path, TEXTS[:5], storage="float16-raw")
     assert built(tmp_path, TEXTS).encoded == 15
     with pytest.raises(CacheError, match="is stored as float16-raw, not float16"):
@@ -310,7 +292,7 @@ def test_the_number_format_of_a_space_is_kept(tmp_path: Path) -> None:
         assert unequal_rows(cache.space(), TEXTS) == []
 
 
-def test_a_fault_in_the_corpus_publishes_nothing_and_damages_nothing(
+def test_an_invalid_corpus_is_not_published_and_damages_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_module, "READ_RECORDS", 4)
@@ -328,7 +310,7 @@ def test_a_fault_in_the_corpus_publishes_nothing_and_damages_nothing(
     assert outcome(built(tmp_path, TEXTS)) == (20, 3, 17, 0)
 
 
-def test_a_teachers_error_comes_out_as_it_is_and_frees_the_lock(tmp_path: Path) -> None:
+def test_an_error_of_the_teacher_is_raised_unchanged_and_frees_the_lock(tmp_path: Path) -> None:
     with pytest.raises(TeacherError, match="no answer to"):
         built(tmp_path, TEXTS, teacher=Refuses.options())
     with TeacherCache.open(tmp_path / "cache") as cache:
@@ -338,7 +320,7 @@ def test_a_teachers_error_comes_out_as_it_is_and_frees_the_lock(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("step", ["write_shard", "grow"])
-def test_a_space_is_there_once_its_first_vectors_are(
+def test_a_space_exists_once_its_first_vectors_are_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     real = getattr(ShardedArray, step)
@@ -354,7 +336,7 @@ def test_a_space_is_there_once_its_first_vectors_are(
         built(tmp_path, TEXTS)
     except KeyboardInterrupt:
         monkeypatch.undo()
-    (left,) = (tmp_path / "cache/spaces").glob("*/vectors.zarr/c/0/0")  # a shard that nothing vouches for
+    (left,) = (tmp_path / "cache/spaces").glob("*/vectors.zarr/c/0/0")  # a shard that the index does not know
     with TeacherCache.open(tmp_path / "cache") as cache:
         assert cache.spaces() == {}
     assert verify(tmp_path / "cache", deep=True).ok
@@ -363,11 +345,11 @@ def test_a_space_is_there_once_its_first_vectors_are(
     assert verify(tmp_path / "cache", deep=True).ok
 
 
-def test_a_first_commit_of_refused_vectors_alone_is_remembered(tmp_path: Path) -> None:
+def test_a_first_commit_of_only_quarantined_vectors_is_stored(tmp_path: Path) -> None:
     built(tmp_path, ["nan 1"], teacher=BadVectors.options())
     workers = Recorded()
     assert outcome(built(tmp_path, ["nan 1"], teacher=BadVectors.options(), workers=workers)) == (1, 0, 0, 1)
-    assert workers.asked == []
+    assert workers.texts == []
     with TeacherCache.open(tmp_path / "cache") as cache:
         assert cache.space().record.tokens == 2
         assert cache.space().quarantined() == {0: "NaN in the teacher output"}
@@ -377,7 +359,7 @@ def test_a_first_commit_of_refused_vectors_alone_is_remembered(tmp_path: Path) -
 def test_an_error_closes_the_workers_at_once(tmp_path: Path) -> None:
     closed: list[bool] = []
 
-    class Noticing(Workers):
+    class ClosingWorkers(Workers):
         def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
             try:
                 yield from LocalWorkers().encode(spec, batches)
@@ -389,14 +371,14 @@ def test_an_error_closes_the_workers_at_once(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     try:
-        built(tmp_path, TEXTS, workers=Noticing(), report=interrupt)
+        built(tmp_path, TEXTS, workers=ClosingWorkers(), report=interrupt)
     except KeyboardInterrupt:
         assert closed == [True]
     else:
         pytest.fail("the interrupt was lost")
 
 
-def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_committed_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = ShardedArray.write_shard
 
     def full_at_shard_one(self: ShardedArray, number: int, *arguments: object) -> object:
@@ -428,35 +410,28 @@ build_module.build(Corpus.open(corpus), Logged.options(log), cache, name="corpus
 """
 
 
-def test_a_build_killed_at_any_moment_loses_only_what_was_not_committed(tmp_path: Path) -> None:
+def test_a_killed_build_loses_only_uncommitted_work(tmp_path: Path) -> None:
     texts = numbered(3000)
     corpus_of(tmp_path, texts)
-    path, log = tmp_path / "cache", tmp_path / "asked.log"
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "corpus-0.jsonl"), str(path), str(log)]
+    path, log = tmp_path / "cache", EncodedLog(tmp_path / "encoded.log")
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "corpus-0.jsonl"), str(path), str(log.path)]
     moments = random.Random(7)
-    settled: set[str] = set()  # texts whose vector was committed before the latest kill
-    read = 0
+    committed: set[str] = set()  # texts with a committed vector before the latest kill
 
-    def asked_since() -> list[str]:
-        nonlocal read
-        data = log.read_bytes() if log.exists() else b""
-        whole = data[: data.rfind(b"\n") + 1]  # a kill may cut the last line
-        new, read = whole[read:], len(data)
-        return [json.loads(line) for line in new.splitlines()]
-
-    def cut_off(begun: Path, size: int) -> None:
-        """Kill a build a little while after a file has grown over a size."""
+    def kill_build(started: Callable[[], bool]) -> None:
+        """Kill a build a little while after `started` is true."""
         with subprocess.Popen(command) as process:
-            while process.poll() is None and not (begun.exists() and begun.stat().st_size > size):
+            while process.poll() is None and not started():
                 time.sleep(0.005)
             time.sleep(moments.uniform(0.0, 0.3))
             process.kill()
         assert process.returncode == -signal.SIGKILL
 
-    cut_off(path / "index.lmdb" / "data.mdb", 0)  # while it reads the corpus, or even makes the cache
+    index = path / "index.lmdb" / "data.mdb"
+    kill_build(lambda: index.exists() and index.stat().st_size > 0)  # while it reads the corpus or creates the cache
     for _ in range(5):
-        cut_off(log, read)
-        assert not settled & set(asked_since())
+        kill_build(log.has_grown)
+        assert not committed & set(log.new_texts())
         verdict = verify(path, deep=True)
         assert verdict.damage == []
         with TeacherCache.open(path) as cache:
@@ -464,13 +439,13 @@ def test_a_build_killed_at_any_moment_loses_only_what_was_not_committed(tmp_path
             for view in cache.spaces().values():
                 there = cache.texts(rows[view.present(rows)])
                 assert unequal_rows(view, there) == []
-                assert settled <= set(there)
-                settled = set(there)
-    assert 0 < len(settled) < len(texts)
+                assert committed <= set(there)
+                committed = set(there)
+    assert 0 < len(committed) < len(texts)
     subprocess.run(command, check=True)
-    last = asked_since()
-    assert not settled & set(last)
-    assert settled | set(last) == set(texts)
+    last = log.new_texts()
+    assert not committed & set(last)
+    assert committed | set(last) == set(texts)
     assert max(Counter(last).values(), default=1) == 1
     assert verify(path, deep=True).ok
     with TeacherCache.open(path) as cache:

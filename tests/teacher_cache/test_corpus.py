@@ -1,4 +1,4 @@
-"""What `Corpus` reads, what it refuses, and what it counts."""
+"""What `Corpus` reads, refuses and counts."""
 
 import csv
 import gzip
@@ -93,7 +93,7 @@ def write_format(folder: Path, name: str, texts: Sequence[str]) -> Path:
 
 
 def refusal(paths: Any, text_key: str | Sequence[str] = "text") -> str:
-    """The one-line message with which opening or reading is refused."""
+    """The one-line error message of opening or reading."""
     with pytest.raises(CorpusError) as caught:
         records(Corpus.open(paths, text_key))
     message = str(caught.value)
@@ -160,7 +160,7 @@ def test_the_fingerprint_is_blake2b_of_length_prefixed_texts(tmp_path: Path) -> 
     assert corpus.fingerprint == blake2b(framed, digest_size=16).hexdigest()
 
 
-def test_the_fingerprint_tells_pairs_from_singles_and_where_a_text_ends(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_columns_and_text_boundaries(tmp_path: Path) -> None:
     def fingerprint(name: str, rows: list[dict[str, str]], key: str) -> str:
         corpus = Corpus.open([write(tmp_path / name, jsonl_bytes(rows))], key)
         records(corpus)
@@ -190,7 +190,7 @@ def test_the_fingerprint_ignores_batch_size_file_borders_blank_lines_and_names(t
     assert split.fingerprint == one.fingerprint
 
 
-def test_fingerprint_and_sources_are_refused_before_a_whole_iteration(tmp_path: Path) -> None:
+def test_fingerprint_and_sources_are_unknown_before_a_complete_pass(tmp_path: Path) -> None:
     corpus = Corpus.open([write(tmp_path / "c.txt", b"a\nb\n")])
     with pytest.raises(CorpusError, match="fingerprint is known only after"):
         _ = corpus.fingerprint
@@ -210,13 +210,13 @@ def test_batches_are_full_and_cross_file_borders(tmp_path: Path) -> None:
     assert batches == [[("a",), ("b",)], [("c",), ("d",)], [("e",)]]
 
 
-def test_a_batch_size_below_one_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_batch_size_below_one_is_refused_before_iterating(tmp_path: Path) -> None:
     corpus = Corpus.open([write(tmp_path / "c.txt", b"a\n")])
     with pytest.raises(ValueError, match="expected 1 or more"):
         corpus.batches(0)
 
 
-def test_sources_say_which_records_came_from_which_file(tmp_path: Path) -> None:
+def test_sources_give_the_records_of_each_file(tmp_path: Path) -> None:
     first = write(tmp_path / "1.txt", b"a\n\nb\n")
     empty = write(tmp_path / "2.txt", b"")
     last = write(tmp_path / "3.jsonl", b'{"text": "c"}\n')
@@ -225,7 +225,7 @@ def test_sources_say_which_records_came_from_which_file(tmp_path: Path) -> None:
     assert corpus.sources == [(str(first), 0, 2), (str(empty), 2, 0), (str(last), 2, 1)]
 
 
-def test_a_second_iteration_gives_the_same_records_and_counts_afresh(tmp_path: Path) -> None:
+def test_a_second_pass_gives_the_same_records_and_new_counts(tmp_path: Path) -> None:
     corpus = Corpus.open([write(tmp_path / "c.txt", b"a\n\nb\n")])
     first = records(corpus)
     counts, fingerprint = dict(corpus.counts), corpus.fingerprint
@@ -241,7 +241,7 @@ def test_duplicates_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["s1,s2", ["s1", "s2"], ("s1", "s2")])
-def test_several_keys_give_one_text_each_in_the_order_asked_for(tmp_path: Path, key: Any) -> None:
+def test_several_keys_give_one_text_each_in_the_given_order(tmp_path: Path, key: Any) -> None:
     corpus = Corpus.open(
         [
             write(tmp_path / "1.jsonl", jsonl_bytes([{"s2": "b", "s1": "a", "label": 1}])),
@@ -275,11 +275,11 @@ def test_a_glob_is_expanded_in_sorted_order(tmp_path: Path) -> None:
     assert sorted(texts_of(f"{tmp_path}/**/*.txt")) == ["part-0", "part-1", "part-2", "part-3"]
 
 
-def test_a_file_whose_name_holds_glob_characters_is_itself(tmp_path: Path) -> None:
+def test_a_file_with_glob_characters_in_its_name_is_not_a_glob(tmp_path: Path) -> None:
     assert texts_of(write(tmp_path / "c[1].txt", b"a\n")) == ["a"]
 
 
-def test_paths_that_lead_nowhere_are_refused_when_opening(tmp_path: Path) -> None:
+def test_missing_paths_are_refused_when_opening(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "no.txt", "no such file"), (tmp_path / "*.txt", "matches no file")):
         with pytest.raises(CorpusError, match=reason) as caught:
             Corpus.open([path])
@@ -309,12 +309,12 @@ def test_a_dataset_dict_is_refused_with_its_splits(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "d" / "train") == ["a"]
 
 
-def test_a_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_dataset_is_refused(tmp_path: Path) -> None:
     assert "state.json" in refusal([tmp_path])
 
 
 @pytest.mark.parametrize("name", ["c.parquet", "saved"])
-def test_rows_beyond_one_read_are_all_there_in_order(tmp_path: Path, name: str) -> None:
+def test_more_rows_than_one_read_are_complete_and_in_order(tmp_path: Path, name: str) -> None:
     texts = [f"text {i}" for i in range(3000)]
     assert texts_of(write_format(tmp_path, name, texts)) == texts
 
@@ -326,7 +326,7 @@ def test_dictionary_encoded_and_large_strings_are_texts(tmp_path: Path) -> None:
     assert texts_of(write_parquet(tmp_path / "d.parquet", text=plain.cast("large_string"))) == ["a", "b", "a"]
 
 
-# What is refused, and how it is said.
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -348,14 +348,14 @@ def test_dictionary_encoded_and_large_strings_are_texts(tmp_path: Path) -> None:
         ("[" * 100_000, "not JSON"),
     ],
 )
-def test_a_json_line_that_holds_no_text_is_refused_at_its_line(tmp_path: Path, line: str, found: str) -> None:
+def test_a_json_line_without_a_text_is_refused_at_its_line(tmp_path: Path, line: str, found: str) -> None:
     path = write(tmp_path / "c.jsonl", b'{"text": "fine"}\n\n' + line.encode() + b"\n")
     message = refusal([path])
     assert message.startswith(f"{path}:3: ")
     assert found in message
 
 
-def test_records_before_a_fault_are_delivered_and_reading_can_start_again(tmp_path: Path) -> None:
+def test_records_before_an_invalid_one_are_returned_and_reading_can_restart(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", b'{"text": "a"}\n{"text": 1}\n')
     corpus = Corpus.open([path])
     stream = corpus.batches(1)
@@ -394,7 +394,7 @@ def test_parquet_bytes_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
     assert "'text' is not UTF-8" in refusal([path])
 
 
-def test_a_csv_without_the_column_names_those_it_has(tmp_path: Path) -> None:
+def test_a_csv_without_the_column_is_refused_with_its_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "c.csv", b"sentence,label\na,1\n")
     assert f"{path}: no column 'text', found 'sentence', 'label'" in refusal([path])
 
@@ -434,7 +434,7 @@ def test_utf16_is_refused_at_the_first_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["c.txt.gz", "c.txt.zst", "c.parquet"])
 @pytest.mark.parametrize("damage", ["cut", "other"])
-def test_a_file_that_is_cut_off_or_not_what_its_name_says_is_refused(tmp_path: Path, name: str, damage: str) -> None:
+def test_a_truncated_or_mislabeled_file_is_refused(tmp_path: Path, name: str, damage: str) -> None:
     path = write_format(tmp_path, name, [f"text {i} {i * i}" for i in range(2000)])
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] if damage == "cut" else b"just words " * 99)
@@ -457,7 +457,7 @@ def test_two_keys_are_refused_for_a_text_file_when_opening(tmp_path: Path) -> No
     ("name", "library"),
     [("c.parquet", "pyarrow"), ("c.csv.zst", "pyarrow"), ("saved", "datasets")],
 )
-def test_an_absent_library_is_named_with_its_extra_when_opening(
+def test_a_missing_library_is_named_with_its_extra_when_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str
 ) -> None:
     path = write_format(tmp_path, name, ["a"])
@@ -466,7 +466,7 @@ def test_an_absent_library_is_named_with_its_extra_when_opening(
         Corpus.open([path])
 
 
-# What is changed, skipped or counted.
+# Changes, skips and counts
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.csv", "c.tsv", "c.txt"])
@@ -478,7 +478,7 @@ def test_a_byte_order_mark_is_dropped_and_counted_by_file(tmp_path: Path, name: 
     assert corpus.counts["bom"] == 1
 
 
-def test_a_csv_column_named_first_is_found_behind_a_byte_order_mark(tmp_path: Path) -> None:
+def test_the_first_csv_column_is_found_after_a_byte_order_mark(tmp_path: Path) -> None:
     assert texts_of(write(tmp_path / "c.csv", b"\xef\xbb\xbftext,label\na,1\n")) == ["a"]
 
 
@@ -537,7 +537,7 @@ def test_a_blank_line_of_a_csv_is_skipped_and_counted(tmp_path: Path, data: byte
     assert corpus.counts["skipped_empty"] == 1
 
 
-def test_a_pair_with_one_empty_text_is_skipped_whole(tmp_path: Path) -> None:
+def test_a_pair_with_one_empty_text_is_skipped(tmp_path: Path) -> None:
     path = write(tmp_path / "c.csv", b"a,b\nx,\n,y\nx,y\n , \n\n")
     corpus = Corpus.open([path], "a,b")
     assert records(corpus) == [("x", "y")]
@@ -551,7 +551,7 @@ def test_a_text_of_a_million_characters_is_read_from_every_line_format(tmp_path:
         assert texts_of(write_format(tmp_path, name, [long])) == [long]
 
 
-def test_an_empty_file_holds_no_records(tmp_path: Path) -> None:
+def test_an_empty_file_has_no_records(tmp_path: Path) -> None:
     for name in ("c.txt", "c.jsonl", "c.txt.gz", "c.jsonl.zst"):
         assert texts_of(write(tmp_path / name, b"")) == []
     assert texts_of(write(tmp_path / "bom.txt", b"\xef\xbb\xbf")) == []
@@ -559,7 +559,7 @@ def test_an_empty_file_holds_no_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["c.txt.gz", "c.txt.zst"])
-def test_compressed_files_joined_end_to_end_are_read_through(tmp_path: Path, name: str) -> None:
+def test_concatenated_compressed_files_are_read_completely(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, b"a\nb")
     path.write_bytes(path.read_bytes() + write(tmp_path / f"more-{name}", b"c\nd\n").read_bytes())
     assert texts_of(path) == ["a", "bc", "d"]
@@ -578,7 +578,7 @@ def test_compressed_files_joined_end_to_end_are_read_through(tmp_path: Path, nam
         (["part-*.txt"], "part-0"),
     ],
 )
-def test_a_corpus_is_called_after_its_first_file(tmp_path: Path, files: list[str], name: str) -> None:
+def test_a_corpus_is_named_after_its_first_file(tmp_path: Path, files: list[str], name: str) -> None:
     (tmp_path / "deep").mkdir()
     for file in ("part-0.txt", "part-1.txt", *files):
         if file == "saved.data":
@@ -589,13 +589,13 @@ def test_a_corpus_is_called_after_its_first_file(tmp_path: Path, files: list[str
     assert checked_name(name) == name
 
 
-def test_a_folder_given_by_dots_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_given_as_a_dot_has_its_real_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(save_dataset(tmp_path / "saved", text=["a"]))
     corpus = Corpus.open(".")
     assert (corpus.name, corpus.origins) == ("saved", [str(tmp_path / "saved")])
 
 
-# Standard input.
+# Standard input
 
 
 def test_stdin_is_a_name_and_an_origin() -> None:
@@ -612,14 +612,14 @@ def test_stdin_is_json_lines_when_its_first_line_is_an_object(monkeypatch: pytes
     assert corpus.sources == [("stdin", 0, 1)]
 
 
-def test_stdin_is_else_one_text_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stdin_is_otherwise_one_text_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     feed_stdin(monkeypatch, b"\nNA\n{not json}\n")
     corpus = Corpus.open([write(tmp_path / "c.txt", b"first\n"), "-"])
     assert records(corpus) == [("first",), ("NA",), ("{not json}",)]
     assert corpus.counts["skipped_empty"] == 1
 
 
-def test_stdin_faults_name_stdin_and_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_in_stdin_name_stdin_and_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     feed_stdin(monkeypatch, b'\n{"text": "a"}\n{"text": 1}\n')
     assert refusal(["-"]).startswith("stdin:3: 'text' is a number")
     feed_stdin(monkeypatch, b"plain\n")
@@ -635,7 +635,7 @@ def test_stdin_cannot_be_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "more than once" in refusal(["-", "-"])
 
 
-# Memory.
+# Memory
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.csv", "c.txt.gz", "c.txt.zst", "c.parquet"])
@@ -646,7 +646,7 @@ def test_reading_holds_one_batch_in_memory_not_the_file(tmp_path: Path, name: st
     corpus = Corpus.open([path])
     arrow_before = pyarrow.total_allocated_bytes()
     stream = corpus.batches(100)
-    next(stream)  # what is imported on the first read is not the reader's memory
+    next(stream)  # modules imported on the first read do not count
     tracemalloc.start()
     try:
         arrow_peak = max(pyarrow.total_allocated_bytes() - arrow_before for _ in stream)

@@ -1,4 +1,4 @@
-"""Which part of its corpus a record is from: read with its text, kept beside its row, and proven like it."""
+"""Domains of records: read with the texts, stored with the manifest, checked and repaired."""
 
 import io
 import json
@@ -61,7 +61,7 @@ def filled(folder: Path, path: Path, domain_key: str | None = "source", name: st
     return build(Corpus.open(path, domain_key=domain_key), TOY, folder / "cache", name=name)
 
 
-def kept(folder: Path) -> list[str]:
+def stored_domains(folder: Path) -> list[str]:
     """The name of the domain of every record."""
     with TeacherCache.open(folder / "cache") as cache:
         manifest = cache.corpus("corpus")
@@ -125,7 +125,7 @@ def test_domains_stay_with_their_records_in_batches_of_any_size(records: list[tu
     assert list(zip(texts, domains, strict=True)) == [record for record in records if not record[0].isspace()]
 
 
-def test_a_whole_number_is_a_domain_by_its_digits(tmp_path: Path) -> None:
+def test_an_integer_is_a_domain_named_by_its_digits(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     numbers = [7, -1, 7, 10**18]
     path = tmp_path / "c.parquet"
@@ -145,7 +145,7 @@ def test_a_whole_number_is_a_domain_by_its_digits(tmp_path: Path) -> None:
         (" \t", ":3: 'source' is empty, expected"),
     ],
 )
-def test_what_names_no_domain_is_refused_at_its_line(tmp_path: Path, value: object, message: str) -> None:
+def test_an_invalid_domain_is_refused_at_its_line(tmp_path: Path, value: object, message: str) -> None:
     assert_matches(refusal(jsonl(tmp_path / "c.jsonl", domains=["a", "b", value, "c"])), message)
 
 
@@ -153,7 +153,7 @@ def assert_matches(message: str, pattern: str) -> None:
     assert re.search(pattern, message), message
 
 
-def test_an_absent_domain_is_refused_where_it_is_absent(tmp_path: Path) -> None:
+def test_a_missing_domain_is_refused_at_its_position(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "c.jsonl"
     path.write_text('{"text": "x", "source": "a"}\n{"text": "y"}\n')
@@ -186,12 +186,12 @@ def test_a_text_file_has_no_domains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("key", ["", "text"])
-def test_a_domain_key_names_another_column_than_the_text(tmp_path: Path, key: str) -> None:
+def test_a_domain_key_must_differ_from_the_text_key(tmp_path: Path, key: str) -> None:
     with pytest.raises(CorpusError, match="expected the name of a column that is not"):
         Corpus.open(jsonl(tmp_path / "c.jsonl"), domain_key=key)
 
 
-def test_a_column_of_too_many_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_with_too_many_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_module, "MAX_DOMAINS", 3)
     path = jsonl(tmp_path / "c.jsonl", domains=["a", "b", "c", "a"])
     assert read(Corpus.open(path, domain_key="source"))[1] == ["a", "b", "c", "a"]
@@ -199,18 +199,18 @@ def test_a_column_of_too_many_values_is_refused(tmp_path: Path, monkeypatch: pyt
     assert_matches(message, "d.jsonl: 'source' has more than 3 different values")
 
 
-def test_a_lone_surrogate_in_a_name_is_replaced_as_in_a_text(tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_a_domain_is_replaced_as_in_a_text(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"text": "x", "source": "a\\ud800"}\n')
     assert read(Corpus.open(path, domain_key="source"))[1] == ["a\ufffd"]
 
 
-# Keeping
+# Storage
 
 
-def test_a_build_keeps_the_domain_of_every_record(tmp_path: Path) -> None:
+def test_a_build_stores_the_domain_of_every_record(tmp_path: Path) -> None:
     filled(tmp_path, jsonl(tmp_path / "c.jsonl"))
-    assert kept(tmp_path) == DOMAINS
+    assert stored_domains(tmp_path) == DOMAINS
     with TeacherCache.open(tmp_path / "cache") as cache:
         manifest = cache.corpus()
         record = manifest.record
@@ -229,7 +229,7 @@ def test_a_build_keeps_the_domain_of_every_record(tmp_path: Path) -> None:
     assert (stored.tolist(), stored.dtype) == (NUMBERS, np.dtype("<u2"))
 
 
-def test_a_corpus_without_domains_says_how_to_add_them(tmp_path: Path) -> None:
+def test_the_error_for_missing_domains_names_the_command_that_adds_them(tmp_path: Path) -> None:
     filled(tmp_path, jsonl(tmp_path / "c.jsonl"), None)
     assert domain_files(tmp_path) == []
     with (
@@ -239,39 +239,39 @@ def test_a_corpus_without_domains_says_how_to_add_them(tmp_path: Path) -> None:
         cache.corpus().domains_of(np.array([0]))
 
 
-def test_a_record_from_before_domains_has_none() -> None:
+def test_a_corpus_record_of_an_older_version_has_no_domains() -> None:
     old = b'{"name": "c", "fingerprint": "ab", "columns": ["text"], "records": 1, "distinct": 1, "sources": []}'
     record = CorpusRecord.from_json(old)
     assert (record.domains, record.domains_file(Path())) == ((), None)
     assert CorpusRecord.from_json(record.to_json()) == record
 
 
-def test_domains_are_added_without_asking_the_teacher(tmp_path: Path) -> None:
+def test_domains_are_added_without_encoding(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "c.jsonl")
     first = filled(tmp_path, path, None)
     again = filled(tmp_path, path)
     assert (first.encoded, again.encoded) == (3, 0)
-    assert kept(tmp_path) == DOMAINS
+    assert stored_domains(tmp_path) == DOMAINS
 
 
-def test_the_same_texts_read_without_domains_keep_theirs_and_others_do_not(tmp_path: Path) -> None:
+def test_the_same_texts_built_without_domains_keep_the_stored_ones(tmp_path: Path) -> None:
     filled(tmp_path, jsonl(tmp_path / "c.jsonl"))
     filled(tmp_path, tmp_path / "c.jsonl", None)
-    assert kept(tmp_path) == DOMAINS
+    assert stored_domains(tmp_path) == DOMAINS
     filled(tmp_path, jsonl(tmp_path / "c.jsonl", ["a bus"], ["land"]), None)
     assert domain_files(tmp_path) == []
     with TeacherCache.open(tmp_path / "cache") as cache:
         assert cache.corpus().record.domains == ()
 
 
-def test_other_domains_of_the_same_texts_take_their_place_and_who_holds_the_old_reads_on(tmp_path: Path) -> None:
+def test_new_domains_replace_old_ones_and_open_manifests_keep_the_old(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "c.jsonl", split=["b", "a", "b", "b"])
     filled(tmp_path, path)
     with TeacherCache.open(tmp_path / "cache") as cache:
-        held = cache.corpus()
+        old = cache.corpus()
         filled(tmp_path, path, "split")
-        assert kept(tmp_path) == ["b", "a", "b", "b"]
-        assert held.domains_of(np.arange(4)).tolist() == NUMBERS
+        assert stored_domains(tmp_path) == ["b", "a", "b", "b"]
+        assert old.domains_of(np.arange(4)).tolist() == NUMBERS
     assert len(domain_files(tmp_path)) == 1
 
 
@@ -315,24 +315,22 @@ def changed(file: Path) -> None:
         (changed, True, "the domain list of corpus 'corpus' is not the one that was written"),
     ],
 )
-def test_a_damaged_domain_list_is_found_and_made_again_by_repair_and_by_a_build(
-    tmp_path: Path, damage: Any, deep: bool, message: str
-) -> None:
+def test_repair_and_build_restore_a_damaged_domain_list(tmp_path: Path, damage: Any, deep: bool, message: str) -> None:
     path = jsonl(tmp_path / "c.jsonl")
     filled(tmp_path, path)
     (file,) = domain_files(tmp_path)
     cache = tmp_path / "cache"
-    for mend in (lambda: repair(cache), lambda: filled(tmp_path, path)):
+    for fix in (lambda: repair(cache), lambda: filled(tmp_path, path)):
         damage(file)
         (found,) = verify(cache, deep=deep).damage
         assert (found.kind, found.rows) == ("corpus", 4)
         assert_matches(found.where, message)
-        mend()
+        fix()
         assert verify(cache, deep=True).damage == []
-        assert kept(tmp_path) == DOMAINS
+        assert stored_domains(tmp_path) == DOMAINS
 
 
-def test_a_lost_domain_list_names_the_command_that_makes_it_again(tmp_path: Path) -> None:
+def test_a_missing_domain_list_is_reported_with_the_command_that_restores_it(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "c.jsonl")
     filled(tmp_path, path)
     lost(*domain_files(tmp_path))
@@ -346,10 +344,10 @@ def test_a_lost_domain_list_names_the_command_that_makes_it_again(tmp_path: Path
     (left,) = report.unrepaired
     assert "--text-key text --domain-key source" in left.action
     assert repair(tmp_path / "cache", Corpus.open(tmp_path / "copy.jsonl", domain_key="source")).ok
-    assert kept(tmp_path) == DOMAINS
+    assert stored_domains(tmp_path) == DOMAINS
 
 
-def test_a_row_list_is_made_again_beside_a_sound_domain_list(tmp_path: Path) -> None:
+def test_repair_restores_a_manifest_and_keeps_its_intact_domain_list(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "c.jsonl")
     filled(tmp_path, path)
     (tmp_path / "copy.jsonl").write_bytes(path.read_bytes())
@@ -359,7 +357,7 @@ def test_a_row_list_is_made_again_beside_a_sound_domain_list(tmp_path: Path) -> 
     report = repair(tmp_path / "cache", Corpus.open(tmp_path / "copy.jsonl"))
     assert report.ok
     assert report.repaired
-    assert kept(tmp_path) == DOMAINS
+    assert stored_domains(tmp_path) == DOMAINS
     assert {file.name for file in (tmp_path / "cache/corpora/corpus").iterdir()} == {
         rows.name,
         domain_files(tmp_path)[0].name,
@@ -367,7 +365,7 @@ def test_a_row_list_is_made_again_beside_a_sound_domain_list(tmp_path: Path) -> 
     }
 
 
-def test_a_repair_from_sources_whose_domains_changed_is_refused(tmp_path: Path) -> None:
+def test_repair_refuses_sources_with_changed_domains(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "c.jsonl")
     filled(tmp_path, path)
     lost(*domain_files(tmp_path))
@@ -375,11 +373,11 @@ def test_a_repair_from_sources_whose_domains_changed_is_refused(tmp_path: Path) 
     assert not repair(tmp_path / "cache").ok
 
 
-def test_a_new_index_has_the_domains_that_prove_themselves(tmp_path: Path) -> None:
+def test_reindex_keeps_only_domains_that_match_their_fingerprint(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "c.jsonl")
     filled(tmp_path, path)
     assert reindex(tmp_path / "cache").ok
-    assert kept(tmp_path) == DOMAINS
+    assert stored_domains(tmp_path) == DOMAINS
     changed(*domain_files(tmp_path))
     (left,) = reindex(tmp_path / "cache").left_out
     assert "is not the one that was written" in left.why
@@ -388,25 +386,25 @@ def test_a_new_index_has_the_domains_that_prove_themselves(tmp_path: Path) -> No
 # Merge and gc
 
 
-def test_a_merge_carries_domains(tmp_path: Path) -> None:
+def test_merge_copies_domains(tmp_path: Path) -> None:
     filled(tmp_path / "one", jsonl(tmp_path / "a.jsonl", ["a sledge"], ["snow"]), name="other")
     filled(tmp_path / "two", jsonl(tmp_path / "c.jsonl"))
     merge([tmp_path / "one/cache", tmp_path / "two/cache"], tmp_path / "cache")
-    assert kept(tmp_path) == DOMAINS
+    assert stored_domains(tmp_path) == DOMAINS
     assert verify(tmp_path / "cache", deep=True).damage == []
 
 
 @pytest.mark.parametrize("first", ["with", "without"])
-def test_a_merge_of_one_corpus_with_and_without_domains_has_them(tmp_path: Path, first: str) -> None:
+def test_merging_a_corpus_with_and_without_domains_keeps_them(tmp_path: Path, first: str) -> None:
     path = jsonl(tmp_path / "c.jsonl")
     filled(tmp_path / "with", path)
     filled(tmp_path / "without", path, None)
     second = "without" if first == "with" else "with"
     merge([tmp_path / first / "cache", tmp_path / second / "cache"], tmp_path / "cache")
-    assert kept(tmp_path) == DOMAINS
+    assert stored_domains(tmp_path) == DOMAINS
 
 
-def test_a_merge_refuses_two_sets_of_domains_for_one_corpus(tmp_path: Path) -> None:
+def test_merge_refuses_different_domains_for_one_corpus(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "c.jsonl", split=["b", "a", "b", "b"])
     filled(tmp_path / "one", path)
     filled(tmp_path / "none", path, None)
@@ -417,7 +415,7 @@ def test_a_merge_refuses_two_sets_of_domains_for_one_corpus(tmp_path: Path) -> N
     assert not (tmp_path / "cache").exists()
 
 
-def test_gc_removes_domain_lists_that_no_record_names_and_no_other(tmp_path: Path) -> None:
+def test_gc_removes_only_unreferenced_domain_lists(tmp_path: Path) -> None:
     filled(tmp_path, jsonl(tmp_path / "c.jsonl"))
     (file,) = domain_files(tmp_path)
     old = file.with_name("domains-0123456789abcdef.npy")

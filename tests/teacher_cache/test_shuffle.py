@@ -1,4 +1,4 @@
-"""The order of an epoch: every record once, fully mixed inside a window, computed and never stored."""
+"""Windowed shuffle: every record once per epoch, fully shuffled inside a window, in constant memory."""
 
 import dataclasses
 import tracemalloc
@@ -38,20 +38,20 @@ def ranks_of(order: WindowedShuffle, ranks: int) -> list[WindowedShuffle]:
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**32))
-def test_a_block_permutation_sends_every_number_to_another(size: int, seed: int) -> None:
+def test_a_block_permutation_is_a_bijection(size: int, seed: int) -> None:
     permuted = BlockPermutation(size, np.random.default_rng(seed))(np.arange(size))
     assert np.array_equal(np.sort(permuted), np.arange(size))
 
 
-def test_a_block_permutation_of_a_part_is_that_part_of_the_whole() -> None:
+def test_a_block_permutation_of_a_range_equals_that_range_of_the_whole() -> None:
     permutation = BlockPermutation(1000, np.random.default_rng(0))
     assert np.array_equal(permutation(np.arange(1000))[300:317], permutation(np.arange(300, 317)))
 
 
-def test_a_block_permutation_leaves_no_neighbours_together_and_favours_no_place() -> None:
+def test_a_block_permutation_separates_neighbors_and_is_uniform() -> None:
     size, seeds = 64, 2000
     places = np.array([BlockPermutation(size, np.random.default_rng(seed))(np.arange(size)) for seed in range(seeds)])
-    # Where number 0 goes over many seeds: a chi-square of 63 degrees of freedom stays under 120 but for 1 in 10^5.
+    # Images of number 0 over many seeds: a chi-square of 63 degrees of freedom exceeds 120 with probability 10^-5.
     counts = np.bincount(places[:, 0], minlength=size)
     assert ((counts - seeds / size) ** 2 / (seeds / size)).sum() < 120
     assert abs((np.diff(places, axis=1) == 1).mean() - 1 / size) < 0.005
@@ -59,13 +59,13 @@ def test_a_block_permutation_leaves_no_neighbours_together_and_favours_no_place(
 
 @settings(deadline=None)
 @given(orders(), st.integers(0, 3))
-def test_every_record_comes_exactly_once_an_epoch(order: WindowedShuffle, epoch: int) -> None:
+def test_every_record_appears_exactly_once_per_epoch(order: WindowedShuffle, epoch: int) -> None:
     assert np.array_equal(np.sort(epoch_of(order, epoch)), np.arange(order.records))
 
 
 @settings(deadline=None)
 @given(orders(), st.integers(2, 5), st.integers(0, 2))
-def test_ranks_see_disjoint_parts_of_one_size_and_leave_fewer_records_than_ranks(
+def test_ranks_read_disjoint_parts_of_equal_size_and_omit_fewer_records_than_ranks(
     order: WindowedShuffle, ranks: int, epoch: int
 ) -> None:
     if order.records < ranks:
@@ -80,7 +80,7 @@ def test_ranks_see_disjoint_parts_of_one_size_and_leave_fewer_records_than_ranks
 
 @settings(deadline=None)
 @given(orders())
-def test_windows_cut_an_epoch_at_batches_and_know_their_positions(order: WindowedShuffle) -> None:
+def test_windows_split_an_epoch_at_batch_boundaries(order: WindowedShuffle) -> None:
     bounds = [order.bounds(window) for window in range(order.windows)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == len(order)
@@ -93,24 +93,24 @@ def test_windows_cut_an_epoch_at_batches_and_know_their_positions(order: Windowe
 
 @settings(deadline=None)
 @given(orders(), st.integers(0, 3))
-def test_the_order_is_a_function_of_seed_and_epoch_alone(order: WindowedShuffle, epoch: int) -> None:
+def test_the_order_depends_only_on_seed_and_epoch(order: WindowedShuffle, epoch: int) -> None:
     assert np.array_equal(epoch_of(order, epoch), epoch_of(dataclasses.replace(order), epoch))
 
 
-def test_another_epoch_and_another_seed_have_another_order() -> None:
+def test_the_order_changes_with_epoch_and_seed() -> None:
     order = WindowedShuffle(3000, 8, window=512)
     assert not np.array_equal(epoch_of(order, 0), epoch_of(order, 1))
     assert not np.array_equal(epoch_of(order, 0), epoch_of(dataclasses.replace(order, seed=1), 0))
 
 
-def test_the_records_that_do_not_go_round_change_with_the_epoch() -> None:
+def test_the_omitted_records_change_with_the_epoch() -> None:
     order = WindowedShuffle(10 * BLOCK + 5, 8, window=128)
-    left_out = {
+    omitted = {
         frozenset(set(range(order.records)) - set(np.concatenate([epoch_of(part, epoch) for part in parts]).tolist()))
         for parts in [ranks_of(order, 7)]
         for epoch in range(6)
     }
-    assert len(left_out) > 3
+    assert len(omitted) > 3
 
 
 def test_a_window_reads_whole_blocks_and_a_batch_mixes_them() -> None:
@@ -123,8 +123,8 @@ def test_a_window_reads_whole_blocks_and_a_batch_mixes_them() -> None:
 
 
 @pytest.mark.parametrize(("window", "bound"), [(16_384, 1.4), (65_536, 1.1)])
-def test_a_batch_pairs_one_source_hardly_more_often_than_a_true_permutation(window: int, bound: float) -> None:
-    """100 sources of 10,000 neighbouring records: the chance that two records of a batch share one."""
+def test_a_batch_mixes_sources_almost_as_well_as_a_full_permutation(window: int, bound: float) -> None:
+    """100 sources of 10,000 consecutive records: the chance that two records of a batch share one."""
     order = WindowedShuffle(1_000_000, 256, window=window)
     sources = [
         (order.records_of(0, number)[order.permutation(0, number)] // 10_000)[: len(order) // 256 * 256]
@@ -139,7 +139,7 @@ def test_a_batch_pairs_one_source_hardly_more_often_than_a_true_permutation(wind
     assert same / pairs / (9_999 / 999_999) <= bound
 
 
-def test_an_order_of_any_length_takes_the_same_memory() -> None:
+def test_memory_does_not_depend_on_the_number_of_records() -> None:
     peaks = []
     for records in (10**6, 10**12):
         order = WindowedShuffle(records, 32, window=4096)
@@ -153,7 +153,7 @@ def test_an_order_of_any_length_takes_the_same_memory() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"records": 0}, {"batch": 0}, {"window": 7}, {"rank": 2, "ranks": 2}, {"rank": -1}, {"ranks": 101}]
 )
-def test_numbers_that_make_no_order_are_refused(wrong: dict[str, int]) -> None:
+def test_invalid_numbers_are_refused(wrong: dict[str, int]) -> None:
     options: dict[str, Any] = {"records": 100, "batch": 8, "window": 64, **wrong}
     with pytest.raises(ValueError, match="expected 1 <= batch <= window"):
         WindowedShuffle(**options)

@@ -1,4 +1,4 @@
-"""The identity of an embedding space."""
+"""Embedding spaces: identity, folder name, JSON."""
 
 from dataclasses import fields, replace
 
@@ -40,12 +40,12 @@ CHANGES = {
 }
 
 
-def test_the_changes_below_are_of_every_field() -> None:
+def test_changes_cover_every_field() -> None:
     assert set(CHANGES) == {field.name for field in fields(EmbeddingSpace)}
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_every_field_but_the_labels_makes_another_space(field: str) -> None:
+def test_every_field_except_labels_changes_the_fingerprint(field: str) -> None:
     other = replace(SPACE, **{field: CHANGES[field]})
     assert (other.fingerprint == SPACE.fingerprint) == (field in LABELS)
     pair = {field: (getattr(SPACE, field), CHANGES[field])}
@@ -53,8 +53,8 @@ def test_every_field_but_the_labels_makes_another_space(field: str) -> None:
     assert SPACE.difference(other, labels=True) == pair
 
 
-def test_a_fingerprint_is_the_same_on_every_machine_and_for_good() -> None:
-    # Caches on disk are named by it: if this fails, every cache in the world becomes unreadable.
+def test_a_fingerprint_never_changes() -> None:
+    # Folders of existing caches are named after it.
     assert SPACE.fingerprint == "8bcba2b8906b4e4e1171599f1d31e1e9"
 
 
@@ -68,26 +68,26 @@ def test_a_fingerprint_is_the_same_on_every_machine_and_for_good() -> None:
         ("a" * 3 + ":Class", "aaa-Class"),
     ],
 )
-def test_a_slug_is_a_plain_folder_name(teacher: str, name: str) -> None:
+def test_a_slug_is_a_valid_folder_name(teacher: str, name: str) -> None:
     space = replace(SPACE, teacher=teacher)
     assert space.slug == f"{name}@{space.fingerprint[:8]}"
 
 
 @given(st.text(), st.text(), st.integers(1, 10**6))
-def test_a_space_survives_json(prompt: str, teacher: str, length: int) -> None:
+def test_a_space_round_trips_through_json(prompt: str, teacher: str, length: int) -> None:
     space = replace(SPACE, prompt=prompt, teacher=teacher, max_length=length)
     assert EmbeddingSpace.from_json(space.to_json()) == space
 
 
-def test_a_record_with_other_fields_is_refused_by_name() -> None:
+def test_missing_and_unknown_fields_are_refused_by_name() -> None:
     record = SPACE.to_json()
     del record["prompt"]
-    record["colour"] = "red"
-    with pytest.raises(ValueError, match=r"missing fields \['prompt'\], unknown fields \['colour'\]"):
+    record["color"] = "red"
+    with pytest.raises(ValueError, match=r"missing fields \['prompt'\], unknown fields \['color'\]"):
         EmbeddingSpace.from_json(record)
 
 
-def test_a_description_names_what_a_person_would_check() -> None:
+def test_a_description_has_prompt_pooling_length_width_and_precision() -> None:
     assert SPACE.describe() == (
         "org/some model · mean pooling · prompt 'query: ' · at most 128 tokens · 32 dims, unit length · float32"
     )

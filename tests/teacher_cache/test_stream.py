@@ -1,4 +1,4 @@
-"""Streaming gives each record its own text and vector, in the order of the shuffle, in flat memory."""
+"""`WindowedReader` returns each record's text and vector in shuffle order, in flat memory."""
 
 import threading
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from teacher_cache.reading.stream import Batch, WindowedReader
 from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import built, numbered, said
 
-TEXTS = [*numbered(200), *numbered(20)]  # the last twenty stand twice
+TEXTS = [*numbered(200), *numbered(20)]  # the first twenty appear twice
 
 
 @pytest.fixture(scope="module", params=["float16", "float16-raw", "int8", "float32"])
@@ -37,7 +37,7 @@ def assert_right(batch: Batch) -> None:
     assert (cosines > 1 - 1e-3).all()  # int8; two texts of the toy teacher are far apart
 
 
-def test_an_epoch_gives_every_record_once_with_its_own_text_and_vector(cache: TeacherCache) -> None:
+def test_an_epoch_returns_every_record_once_with_its_text_and_vector(cache: TeacherCache) -> None:
     stream = reader(cache)
     for epoch in range(2):
         batches = list(stream.epoch(epoch))
@@ -61,19 +61,18 @@ def test_the_order_is_that_of_the_shuffle(cache: TeacherCache) -> None:
     stream.close()
 
 
-def test_batches_asked_for_in_any_order_are_those_of_a_straight_pass(cache: TeacherCache) -> None:
-    straight = [batch.texts for batch in reader(cache).epoch(1)]
-    jumping = reader(cache)
+def test_batches_read_in_any_order_equal_those_of_a_sequential_pass(cache: TeacherCache) -> None:
+    sequential = [batch.texts for batch in reader(cache).epoch(1)]
+    random_access = reader(cache)
     for number in [20, 3, 3, 27, 0, 19, 26]:
-        positions = np.arange(number * 8, min(number * 8 + 8, len(jumping.order)))
-        assert jumping.read(1, positions).texts == straight[number]
-    assert [batch.texts for batch in jumping.epoch(1, start=9)] == straight[9:]
-    assert [len(batch.texts) for batch in jumping.epoch(1, drop_last=True)] == [8] * 27
-    jumping.close()
+        positions = np.arange(number * 8, min(number * 8 + 8, len(random_access.order)))
+        assert random_access.read(1, positions).texts == sequential[number]
+    assert [batch.texts for batch in random_access.epoch(1, start=9)] == sequential[9:]
+    assert [len(batch.texts) for batch in random_access.epoch(1, drop_last=True)] == [8] * 27
+    random_access.close()
 
 
-def test_a_batch_is_the_callers_to_keep(cache: TeacherCache) -> None:
-    """The buffers behind it are used again."""
+def test_a_batch_is_not_overwritten_by_later_reads(cache: TeacherCache) -> None:
     for dtype in (np.float16, np.float32):
         stream = reader(cache, dtype=dtype)
         batches = list(stream.epoch())
@@ -82,7 +81,7 @@ def test_a_batch_is_the_callers_to_keep(cache: TeacherCache) -> None:
         stream.close()
 
 
-def test_two_windows_are_in_memory_however_many_there_are(cache: TeacherCache) -> None:
+def test_only_two_window_buffers_are_used(cache: TeacherCache) -> None:
     stream = reader(cache, window=16)
     buffers = set()
     for batch in stream.epoch():
@@ -94,7 +93,7 @@ def test_two_windows_are_in_memory_however_many_there_are(cache: TeacherCache) -
     assert not stream._buffers
 
 
-def test_reading_ahead_is_one_thread_that_ends(cache: TeacherCache) -> None:
+def test_prefetching_uses_one_thread_that_ends(cache: TeacherCache) -> None:
     before = threading.active_count()
     stream = reader(cache)
     list(stream.epoch())
@@ -103,7 +102,7 @@ def test_reading_ahead_is_one_thread_that_ends(cache: TeacherCache) -> None:
     assert threading.active_count() == before
 
 
-def test_grouping_by_length_keeps_the_records_of_a_window_and_evens_out_a_batch(cache: TeacherCache) -> None:
+def test_grouping_by_length_keeps_the_records_of_a_window(cache: TeacherCache) -> None:
     plain, grouped = reader(cache, window=216), reader(cache, window=216, grouped=50)
     one, other = list(plain.epoch()), list(grouped.epoch())
     assert sorted(text for batch in other for text in batch.texts) == sorted(TEXTS)
@@ -114,21 +113,21 @@ def test_grouping_by_length_keeps_the_records_of_a_window_and_evens_out_a_batch(
 
     assert spread(other) < spread(one) / 3
     assert [batch.texts for batch in grouped.epoch()] == [batch.texts for batch in other]
-    # Batches of all lengths in no order: the shortest are not always first.
+    # Batches are shuffled: the shortest are not always first.
     means = [np.mean([len(text) for text in batch.texts]) for batch in other]
     assert means != sorted(means)
     plain.close()
     grouped.close()
 
 
-def test_vectors_alone_read_no_text(cache: TeacherCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_only_vectors_reads_no_text(cache: TeacherCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "texts", None)
     stream = reader(cache, texts=0)
     assert all(batch.texts == [] for batch in stream.epoch())
     stream.close()
 
 
-def test_pairs_stream_both_texts(tmp_path: Path) -> None:
+def test_both_texts_of_pairs_are_read(tmp_path: Path) -> None:
     pairs = list(zip(numbered(40), numbered(40, start=100), strict=True))
     built(tmp_path, pairs)
     with TeacherCache.open(tmp_path / "cache") as cache:
@@ -140,7 +139,7 @@ def test_pairs_stream_both_texts(tmp_path: Path) -> None:
         stream.close()
 
 
-def test_a_missing_vector_and_a_damaged_shard_end_the_stream_with_their_error(tmp_path: Path) -> None:
+def test_a_missing_vector_or_damaged_shard_raises_its_error(tmp_path: Path) -> None:
     built(tmp_path, numbered(64), storage="float16")
     with TeacherCache.open(tmp_path / "cache") as cache:
         stream = reader(cache, window=16)
@@ -157,10 +156,10 @@ def test_a_missing_vector_and_a_damaged_shard_end_the_stream_with_their_error(tm
         stream.close()
 
 
-def test_after_a_window_that_could_not_be_read_the_batches_before_it_are_themselves_again(
+def test_after_a_failed_window_earlier_batches_are_read_correctly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its buffer was written to before it failed."""
+    """The failed read has overwritten a buffer."""
     built(tmp_path, numbered(64))
     with TeacherCache.open(tmp_path / "cache") as cache:
         stream = reader(cache, window=16)
@@ -181,18 +180,18 @@ def test_after_a_window_that_could_not_be_read_the_batches_before_it_are_themsel
         stream.close()
 
 
-def test_a_window_read_ahead_in_vain_fails_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_an_unused_prefetched_window_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built(tmp_path, numbered(64))
     with TeacherCache.open(tmp_path / "cache") as cache:
         stream = reader(cache, window=16)
-        honest, calls = cache.texts, 0
+        read, calls = cache.texts, 0
 
         def broken_once(rows: Any) -> list[str]:
             nonlocal calls
             calls += 1
-            if calls == 2:  # the second window, which is read ahead and then not asked for
+            if calls == 2:  # the second window, prefetched and then not used
                 raise OSError("the disk is gone")
-            return honest(rows)
+            return read(rows)
 
         monkeypatch.setattr(cache, "texts", broken_once)
         stream.read(0, np.arange(8))
@@ -207,7 +206,7 @@ def test_positions_of_two_windows_in_one_batch_are_refused(cache: TeacherCache) 
     stream.close()
 
 
-def test_grouping_by_length_drops_no_text_for_good(tmp_path: Path) -> None:
+def test_grouping_by_length_omits_no_text_in_every_epoch(tmp_path: Path) -> None:
     texts = ["x" * (length + 1) for length in range(100)]
     built(tmp_path, texts)
     with TeacherCache.open(tmp_path / "cache") as cache:
