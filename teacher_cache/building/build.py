@@ -148,6 +148,11 @@ def build(
     Raises:
         TeacherError, CorpusError, CacheError: what was committed before is kept.
         SpaceMismatch: a stored vector differs from what the teacher computes now.
+
+    Example:
+        >>> report = build(["first text", "second text"], teacher="sentence-transformers/all-MiniLM-L6-v2", cache="c")
+        >>> report.encoded, report.cached
+        (2, 0)
     """
     started = time.monotonic()
     corpus = to_corpus(corpus, TEXTS if name is None else name)

@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
 
 from teacher_cache.corpus.formats import Record, check_single_column, read_records
 from teacher_cache.corpus.sources import Columns, Source, find_sources, is_dataset, texts_source
@@ -49,18 +49,6 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _NOT_IN_A_NAME = re.compile("[^A-Za-z0-9._-]+")
 
 T = TypeVar("T")
-
-
-class SourceRange(NamedTuple):
-    """The records that came from one source; skipped records have no number.
-
-    Attributes:
-        name: absolute path, "stdin" or "memory".
-    """
-
-    name: str
-    first_record: int
-    n_records: int
 
 
 class Fingerprint:
@@ -137,7 +125,7 @@ class Corpus:
         self._inputs = tuple(sources)
         self._single_use = next((source for source in sources if source.single_use), None)
         self._started = False
-        self._ranges: list[SourceRange] | None = None
+        self._ranges: list[tuple[str, int, int]] | None = None
         self._fingerprint: str | None = None
         self._domains_fingerprint: str | None = None
 
@@ -245,7 +233,7 @@ class Corpus:
         self._started = True
         self._ranges = self._fingerprint = self._domains_fingerprint = None
         counts = self.counts = dict.fromkeys(COUNTS, 0)
-        ranges: list[SourceRange] = []
+        ranges: list[tuple[str, int, int]] = []
         digest = Fingerprint(len(self.columns))
         domains = _Domains(self.domain_key)
         self.domains = domains.records
@@ -272,7 +260,7 @@ class Corpus:
                 if len(batch) == n:
                     yield batch, numbers
                     batch, numbers = [], []
-            ranges.append(SourceRange(source.origin, first, counts["records"] - first))
+            ranges.append((source.origin, first, counts["records"] - first))
         if batch:
             yield batch, numbers
         self._ranges, self._fingerprint = ranges, digest.value
@@ -312,8 +300,8 @@ class Corpus:
             )
 
     @property
-    def sources(self) -> list[SourceRange]:
-        """`(name, first_record, n_records)` of every source, in corpus order.
+    def sources(self) -> list[tuple[str, int, int]]:
+        """`(origin, first record, number of records)` of every source, in corpus order, without skipped records.
 
         Raises:
             CorpusError: the latest pass has not reached the end.

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from teacher_cache.building.build import build
+from teacher_cache.building.build import Progress, build
+from teacher_cache.building.plan import plan
 from teacher_cache.corpus.corpus import Corpus, to_corpus
 from teacher_cache.errors import CacheError, CorpusError
 from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.info import describe
 from teacher_cache.maintenance.repair import repair
 from teacher_cache.table.cache import TeacherCache
+from teacher_cache.transfer.importer import import_vectors
 from tests.teacher_cache.small_caches import TOY, numbered
 
 datasets = pytest.importorskip("datasets")
@@ -241,6 +243,36 @@ def test_a_build_writes_to_an_open_cache_and_leaves_it_open(tmp_path: Path) -> N
         assert cache.space().present_count() == 21
     with TeacherCache.open(tmp_path / "cache") as cache, pytest.raises(CacheError, match="open for reading only"):
         build(TEXTS, teacher="toy", cache=cache)
+
+
+def test_an_interrupted_build_from_a_list_resumes(tmp_path: Path) -> None:
+    TeacherCache.open(tmp_path / "cache", "a", shard_rows=8).close()
+
+    def stop(progress: Progress) -> None:
+        if progress.phase == "encoding" and progress.done >= 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(TEXTS, teacher="toy", cache=tmp_path / "cache", report=stop)
+    report = build(TEXTS, teacher="toy", cache=tmp_path / "cache")
+    assert (report.cached, report.encoded) == (8, 12)
+
+
+def test_a_plan_takes_a_list_and_a_teacher_name(tmp_path: Path) -> None:
+    build(TEXTS, teacher="toy", cache=tmp_path / "cache")
+    estimate = plan([*TEXTS, "new"], teacher="toy", cache=tmp_path / "cache")
+    assert (estimate.rows, estimate.cached, estimate.missing) == (21, 20, 1)
+
+
+def test_vectors_are_imported_for_texts_in_memory(tmp_path: Path) -> None:
+    vectors = np.eye(3, dtype=np.float32)
+    np.save(tmp_path / "vectors.npy", vectors)
+    texts = ["a", "b", "c"]
+    import_vectors(tmp_path / "vectors.npy", tmp_path / "cache", corpus=Corpus.from_texts(texts), teacher="other")
+    with TeacherCache.open(tmp_path / "cache") as cache:
+        np.testing.assert_array_equal(cache.space().gather(cache.lookup(texts)), vectors)
+    with pytest.raises(CorpusError, match="an iterator can be read only once"):
+        import_vectors(tmp_path / "vectors.npy", tmp_path / "b", corpus=Corpus.from_texts(iter(texts)), teacher="other")
 
 
 def test_a_build_from_memory_does_not_replace_a_corpus_from_a_file_by_default(tmp_path: Path) -> None:
