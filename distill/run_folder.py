@@ -1,4 +1,4 @@
-"""What a run folder holds, by name, and how its records are read."""
+"""Names of the files in a run folder, and its records."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from teacher_cache.teachers.folder import STUDENT as FINAL
 
 CONFIG = "config.yaml"
 SCORES = "eval.json"
-# Folder with one record an analysis.
+# Folder with one record per analysis.
 ANALYSES = "analyses"
 
 __all__ = [
@@ -30,16 +30,17 @@ __all__ = [
 
 
 def is_run_folder(folder: Path) -> bool:
+    """Whether the folder has a configuration of a run."""
     return (folder / CONFIG).is_file()
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run of this folder says that it ended, and its student is there."""
+    """Whether the run finished and its student exists."""
     return (folder / FINAL).is_dir() and (read_record(folder) or {}).get("status") == "finished"
 
 
 def read_record(folder: Path, name: str = RECORD) -> dict[str, Any] | None:
-    """A JSON record of the folder; None where there is none.
+    """A JSON record of the folder; None if it does not exist.
 
     Raises:
         RunFolderError: it is not JSON.
@@ -55,7 +56,7 @@ def read_record(folder: Path, name: str = RECORD) -> dict[str, Any] | None:
 
 
 def recorded_space(record: Mapping[str, Any]) -> EmbeddingSpace | None:
-    """The space that a run's record says it learnt; None of several side by side."""
+    """The space in the record of a run; None if there are several."""
     known = record.get("space", {})
     names = [field.name for field in fields(EmbeddingSpace)]
     return EmbeddingSpace(**{name: known[name] for name in names}) if known.keys() >= set(names) else None

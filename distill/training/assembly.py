@@ -1,4 +1,4 @@
-"""The parts of a run, made of its configuration and a cache; in one order, so that equal seeds give equal weights."""
+"""The parts of a run, created in one order, so that equal seeds give equal weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ AnyTrainer = TypeVar("AnyTrainer", bound=DistillTrainer)
 
 @dataclass(frozen=True)
 class Assembly:
-    """Student and objective, and what they are trained on.
+    """Student, objective and training data of a run.
 
     Attributes:
-        skipped: ascending rows that `data.skip_quarantined` leaves out.
+        skipped: ascending rows that `data.skip_quarantined` skips.
     """
 
     config: RunConfig
@@ -38,10 +38,10 @@ class Assembly:
 
     @classmethod
     def load(cls, config: RunConfig, cache: TeacherCache) -> Self:
-        """The student's weights from its folder, and the objective's drawn from the run's seed.
+        """Load the student's weights, and initialize the objective's from the run's seed.
 
         Raises:
-            KnownError: what is named is not there, or does not go together.
+            KnownError: something is missing, or does not fit together.
         """
         from transformers import set_seed
 
@@ -53,21 +53,21 @@ class Assembly:
         return cls(config, targets, manifest, student, objective, targets.skipped_rows(objective))
 
     def dataset(self, held_out: npt.NDArray[np.int64] | None = None) -> CachedDataset:
-        """The records to train on.
+        """The training records.
 
         Args:
-            held_out: rows that are not trained on; `skipped` ones are not anyway.
+            held_out: rows to exclude, in addition to `skipped`.
         """
         left_out = self.skipped if held_out is None else np.union1d(held_out, self.skipped)
         return self.targets.dataset(self.manifest, self.objective, left_out)
 
     def collator(self) -> Collator:
-        """What makes batches of them; an online teacher is loaded here."""
+        """The collator of these records; loads an online teacher."""
         return self.targets.collator(self.manifest, self.objective, self.student)
 
     def trainer(
         self, kind: Callable[..., AnyTrainer], dataset: CachedDataset, collator: Collator, **options: Any
     ) -> AnyTrainer:
-        """Student, objective and sharpness in a trainer; `options` are those of its class besides."""
+        """A trainer of student and objective with sharpness; `options` are further ones of its class."""
         model = Distillation(self.student, self.objective)
         return kind(model, self.config, dataset, collator, build_sharpness(self.config, model), **options)

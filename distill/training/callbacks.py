@@ -1,4 +1,4 @@
-"""Around the steps of a training: orders, stages, the clock, the log, the caller's progress, validation's line."""
+"""Trainer callbacks: epochs, stages, step times, the log, progress and validation scores."""
 
 import json
 import math
@@ -24,16 +24,16 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far training is; handed to the caller's callback after every step."""
+    """Progress of a training, reported after every step."""
 
     step: int
     steps: int
     epoch: float
-    loss: float | None  # the latest that was logged
+    loss: float | None  # latest logged
 
 
 class EpochOrder(TrainerCallback):
-    """Tells the sampler which epoch begins, counted in steps, so that a resumed run agrees."""
+    """Sets the sampler's epoch, computed from the step, so that a resumed run agrees."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loader = kwargs["train_dataloader"]
@@ -42,7 +42,7 @@ class EpochOrder(TrainerCallback):
 
 
 class Stages(TrainerCallback):
-    """Tells the objective how many epochs are done, by the step, so that a resumed run agrees."""
+    """Sets the objective's number of finished epochs, computed from the step, so that a resumed run agrees."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
@@ -108,12 +108,11 @@ class StepClock(TrainerCallback):
 
 
 class MetricsFile(TrainerCallback):
-    """One JSON object a line: step, epoch, loss, each term, learning rate; means since the line before.
+    """Writes `metrics.jsonl`: step, epoch, loss, each term and learning rate, as means since the previous line.
 
-    An evaluation has a line of its own behind that of its step, with the key "validation".
-
-    Lines behind the checkpoint that a run resumes from are dropped: those steps are done again. Every
-    checkpoint has a line, so that the lines of a resumed run are those of an uninterrupted one.
+    An evaluation is a line after that of its step, with the key "validation". Resuming drops the lines after the
+    checkpoint, because those steps are repeated. Every checkpoint has a line, so that a resumed run has the lines of
+    an uninterrupted one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,13 +127,13 @@ class MetricsFile(TrainerCallback):
                 try:
                     if json.loads(line)["step"] <= state.global_step:
                         kept.append(line)
-                except (ValueError, KeyError):  # the line that was being written when the run was killed
+                except (ValueError, KeyError):  # the line that a killed run was writing
                     continue
         with atomic_write(self.path) as file:
             file.write("".join(f"{line}\n" for line in kept).encode())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # An evaluation may lead to a checkpoint, behind the place where Trainer logs.
+        # An evaluation may lead to a checkpoint, after Trainer has logged.
         control.should_log |= control.should_save or control.should_evaluate
 
     on_epoch_end = on_step_end
@@ -153,7 +152,7 @@ class MetricsFile(TrainerCallback):
 
 
 class ValidationReport(TrainerCallback):
-    """Says a line behind every evaluation, on the first rank."""
+    """Announces the scores after every evaluation, on the first rank."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self.announce = announce
@@ -164,7 +163,7 @@ class ValidationReport(TrainerCallback):
 
 
 class ProgressReport(TrainerCallback):
-    """Calls back after every step, on the first rank."""
+    """Reports progress after every step, on the first rank."""
 
     def __init__(self, report: Callable[[TrainingProgress], None]) -> None:
         self.report = report

@@ -1,4 +1,4 @@
-"""The checkpoints of a run folder: which are whole, and which is the newest."""
+"""The checkpoints of a run folder: which are complete, and which is the newest."""
 
 import json
 import os
@@ -11,39 +11,39 @@ STATE = "trainer_state.json"
 
 
 def complete_checkpoints(folder: Path, processes: int | None = None) -> list[Path]:
-    """Those that were written to their end, by step.
+    """Complete checkpoints, by step.
 
     Args:
-        processes: that trained the run; None is as many as this one belongs to.
+        processes: number that trained the run; None is that of the current run.
     """
     return sorted((path for path in checkpoints(folder) if is_complete(path, processes)), key=checkpoint_step)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end; half-written and half-deleted ones are removed."""
-    whole = complete_checkpoints(folder)
+    """The newest complete checkpoint; incomplete ones are removed."""
+    complete = complete_checkpoints(folder)
     for path in checkpoints(folder):
-        if path not in whole:
-            # Written into again, it could look whole too early. Another process may be removing it as well.
+        if path not in complete:
+            # Files left in it could make a later checkpoint seem complete. Another process may remove it too.
             shutil.rmtree(path, ignore_errors=True)
-    return whole[-1] if whole else None
+    return complete[-1] if complete else None
 
 
 def checkpoint_step(checkpoint: Path | None) -> int:
-    """The optimiser step that a checkpoint was taken behind; 0 for none."""
+    """The optimizer step of a checkpoint; 0 for None."""
     return int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All of them, whole or not, in no order."""
+    """All checkpoints, complete or not, unordered."""
     return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
 
 
 def is_complete(checkpoint: Path, processes: int | None = None) -> bool:
-    """Whether all that an exact resume needs is there.
+    """Whether a checkpoint has everything for an exact resume.
 
-    Trainer writes its state last, but other ranks write theirs without waiting, and a kill may also come
-    while an old checkpoint is being deleted.
+    Trainer writes its state last, but other ranks do not wait to write theirs, and a run may be killed while it
+    deletes an old checkpoint.
     """
     ranks = processes or int(os.environ.get("WORLD_SIZE", 1))
     states = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]

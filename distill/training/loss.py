@@ -1,4 +1,4 @@
-"""Objectives in sentence-transformers' own trainer: a loss that asks the cache where others ask for labels."""
+"""Objectives as a loss of sentence-transformers' trainer, with cache rows as labels."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -38,19 +38,19 @@ Features = Mapping[str, Any]
 class CachedLoss(nn.Module):
     """An objective as a loss of `SentenceTransformerTrainer`, whose label column holds rows of the cache.
 
-    The terms come back by name: the trainer minimises their sum, logs each, and trains the objective's projections
-    with the student. Where the second view is another text, the data set has a second text column.
+    The trainer minimizes the sum of the terms, logs each by name, and trains the objective's projections with the
+    student. If the second view is another text, the data set has a second text column.
 
     Args:
-        model: a transformer, mean, cls or last-token pooling, and at most Normalize behind it: the pooled states are
-            trained, as everywhere here, not their unit vectors.
-        objective: made for `student_shape(model)` and `teacher_shape(space)`.
-        space: that the teacher's vectors, and tokens, come from.
-        cache: of the space, for objectives that compare tokens: it holds the texts.
+        model: a transformer, mean, cls or last-token pooling, and optionally Normalize. The pooled states before
+            Normalize are trained.
+        objective: created for `student_shape(model)` and `teacher_shape(space)`.
+        space: of the teacher's vectors and tokens.
+        cache: of the space, for the texts; needed by objectives that compare tokens.
 
     Raises:
         StudentError: another kind of model.
-        NeedsNotMet: the space keeps too little for the objective.
+        NeedsNotMet: the space lacks something that the objective needs.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CachedLoss(nn.Module):
         cache: TeacherCache | None = None,
     ) -> None:
         super().__init__()
-        self.model = model  # by this name the trainer finds it, and puts a wrapped one in its place
+        self.model = model  # the trainer replaces this attribute with the wrapped model
         self.objective = objective.to(model.device)
         self.space = space
         self._pooling = student_shape(model).pooling
@@ -74,50 +74,50 @@ class CachedLoss(nn.Module):
 
         Args:
             sentence_features: tokens of B texts, of one column or of two.
-            labels: `(B,)` rows of the first column's texts, as `TeacherCache.lookup` gives them. They are waited for,
-                as what the teacher said is looked up on the processor.
+            labels: `(B,)` rows of the texts of the first column, from `TeacherCache.lookup`. They are copied to the
+                CPU to read the teacher's output.
 
         Raises:
             MissingRows: a row has no vector.
-            StudentError: other columns than the objective takes, or, where tokens are compared, texts that are not
-                those of the rows.
-            ConfigError: several processes, and an objective with projections.
+            StudentError: the objective needs other columns or, if it compares tokens, the texts are not those of the
+                rows.
+            ConfigError: an objective with projections in several processes.
         """
-        self._refuse_unsynchronised()
+        self._check_processes()
         columns, needs = list(sentence_features), self.objective.needs
         rows = labels.detach().cpu().numpy().astype(np.int64)
         paired = self.objective.views == "pair" and needs.views == 2
         if len(columns) != 1 + paired:
             raise StudentError(
-                f"the data set has {len(columns)} text columns, the objective takes {1 + paired}, and a column 'label' "
+                f"the data set has {len(columns)} text columns; the objective needs {1 + paired}, and a column 'label' "
                 "of cache rows"
             )
         passes = [self._encoded(features, 1 if paired else needs.views) for features in columns]
-        layers = torch.cat([self._pooled(said, mask) for said, mask, _ in passes], dim=1)
+        layers = torch.cat([self._pooled(encoded, mask) for encoded, mask, _ in passes], dim=1)
         vectors = torch.from_numpy(self.space.gather(rows)).to(labels.device)
         output, targets = StudentOutput(layers, needs.views), TeacherTargets(vectors, labels)
         if self._tokens is not None:
-            said, _, maps = passes[0]
+            encoded, _, maps = passes[0]
             batch = self._tokens.batch(columns[0]["input_ids"], rows)
-            output = replace(output, tokens=token_states(said.last_hidden_state, batch["special"], maps))
+            output = replace(output, tokens=token_states(encoded.last_hidden_state, batch["special"], maps))
             targets = replace(targets, tokens=TokenStates(**batch["teacher_tokens"]), alignment=batch.get("alignment"))
         terms: dict[str, Tensor] = self.objective(output, targets)
         return terms
 
-    def _refuse_unsynchronised(self) -> None:
+    def _check_processes(self) -> None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and torch.distributed.get_world_size() > 1 and any(True for _ in self.objective.parameters()):
             raise ConfigError(
-                "sentence-transformers trains a loss's own parameters in each process for itself, so the objective's "
-                "projections would differ from process to process; use one process, or `distill run`"
+                "sentence-transformers does not synchronize the parameters of a loss, so the objective's projections "
+                "would differ between processes; use one process, or `distill run`"
             )
 
     def _encoded(self, features: Features, repeat: int) -> tuple[Any, Tensor, AttentionMaps]:
-        """The encoder's output and attention mask of the texts, `repeat` times in a row; maps of the first time."""
+        """Encoder output and attention mask of the texts, repeated `repeat` times; attention maps of the first copy."""
         if "attention_mask" not in features:
-            raise StudentError("the texts of a batch came in one piece: turn off the flattening of inputs")
+            raise StudentError("the texts of a batch are flattened; load the model without flattening of inputs")
         texts = len(features["attention_mask"])
-        # The model writes into what it is given.
+        # A copy, because the model adds keys to its input.
         repeated = {
             key: torch.cat([value] * repeat)
             if repeat > 1 and isinstance(value, Tensor) and value.ndim and len(value) == texts
@@ -128,17 +128,17 @@ class CachedLoss(nn.Module):
         maps = AttentionMaps(needs, mask[:texts])
         outputs: list[Any] = []
         visit = maps.visit if needs.attention else None
-        # Through the whole model, so that whatever the trainer has wrapped it in sees the pass.
+        # Through the whole model, for wrappers of the trainer.
         with watching(_encoder(self.model), visit=visit, output=outputs.append, output_hidden_states=True):
             self.model(repeated)
         return outputs[-1], mask, maps
 
-    def _pooled(self, said: Any, mask: Tensor) -> Tensor:
-        return torch.stack([pool(state, mask, self._pooling) for state in said.hidden_states])
+    def _pooled(self, encoded: Any, mask: Tensor) -> Tensor:
+        return torch.stack([pool(state, mask, self._pooling) for state in encoded.hidden_states])
 
 
 class _CachedTokens:
-    """What the teacher said token by token, for the texts of a batch."""
+    """Token states of the teacher for the texts of a batch."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _CachedTokens:
         needs = objective.needs
         tokens = require_tokens("the objective", objective, space)
         if cache is None:
-            raise NeedsNotMet("the objective compares tokens, so CachedLoss needs the cache too, which holds the texts")
+            raise NeedsNotMet("the objective compares tokens, so CachedLoss needs `cache`, which holds the texts")
         self._maps = bool(needs.attention) or needs.importance
         self._cache = cache
         self._columns = tokens
@@ -163,10 +163,10 @@ class _CachedTokens:
         )
 
     def batch(self, ids: Tensor, rows: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """`special`, `teacher_tokens` and `alignment`, as `Collator` makes them, for texts cut into these `(B, t)` ids.
+        """`special`, `teacher_tokens` and `alignment` of `Collator`, for texts with these `(B, t)` token ids.
 
         Raises:
-            StudentError: they are not the ids of the texts of these rows.
+            StudentError: the ids are not those of the texts of these rows.
         """
         stored = self._columns.gather_stored(rows, attention=self._maps)
         no_vectors = np.empty((len(rows), 0), dtype=np.float32)
@@ -174,8 +174,8 @@ class _CachedTokens:
         mine = batch["input_ids"][: len(rows)].to(ids.device)
         if mine.shape != ids.shape or not bool((mine == ids).all()):
             raise StudentError(
-                "the trainer's tokens are not those of the texts that the labels name: the first text column must hold "
-                "the texts of these rows, without prompts, cut at the model's own maximum length"
+                "the trainer's tokens are not those of the texts of the label rows; the first text column must hold "
+                "the texts of these rows, without prompts, truncated at the model's maximum length"
             )
         return {key: _moved(value, ids.device) for key, value in batch.items()}
 
@@ -185,15 +185,15 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def student_shape(model: "SentenceTransformer") -> StudentShape:
-    """The sizes of a student for its objective.
+    """Sizes of a student for its objective.
 
     Raises:
-        StudentError: it is not a transformer with a pooling that objectives know, and at most Normalize behind it.
+        StudentError: it is not a transformer, a supported pooling and optionally Normalize.
     """
     kinds = [type(module).__name__ for module in model]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise StudentError(
-            f"the model is made of {', '.join(kinds)}; expected Transformer, Pooling and maybe Normalize"
+            f"the model consists of {', '.join(kinds)}; expected Transformer, Pooling and optionally Normalize"
         )
     pooling: Any = model[1]
     mode = pooling.pooling_mode

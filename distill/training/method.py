@@ -1,4 +1,4 @@
-"""What a configuration makes of its names: the objective, its projection, the sharpness, the held-out texts."""
+"""The objective, projection, sharpness and held-out texts of a configuration."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -24,17 +24,17 @@ from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
 
-# Below this many distinct texts nothing is held out; above, never more than this share.
-SMALLEST_HELD_OUT_FROM = 256
+# No text is held out of fewer distinct texts, and at most one in HELD_OUT_SHARE of more.
+MIN_TEXTS_TO_HOLD_OUT = 256
 HELD_OUT_SHARE = 8
 
 
 def build_objective(config: RunConfig, student: StudentShape, targets: Targets) -> Objective:
-    """The objective of a configuration, with fresh projections.
+    """The objective of a configuration, with newly initialized projections.
 
     Raises:
-        ConfigError: it has no such preset or option, or refuses a value.
-        NeedsNotMet: it compares tokens, and several spaces are named.
+        ConfigError: it does not have a preset or option, or a value is invalid.
+        NeedsNotMet: it compares tokens, but several spaces are named.
     """
     chosen = config.objective
     kind = load_objective(chosen.name)
@@ -48,7 +48,7 @@ def build_objective(config: RunConfig, student: StudentShape, targets: Targets) 
     options |= chosen.options
     try:
         return construct(kind, f"objective {chosen.name}", student, targets.shape, options=options)
-    except ConfigError as error:  # it was told of sentence vectors alone, and advises to build what is there
+    except ConfigError as error:  # its advice to build token columns does not help with several spaces
         if isinstance(targets.space, JointSpace) and kind.needs.tokens:
             raise NeedsNotMet(joint_space_message(f"objective {chosen.name}")) from error
         raise
@@ -61,23 +61,23 @@ def build_sharpness(config: RunConfig, model: torch.nn.Module) -> SharpnessAware
 
 
 def learned_projection(config: RunConfig, objective: Objective) -> Tensor | None:
-    """`(d_T, d_s)` that is exported with the student, where the configuration asks for it.
+    """The `(d_T, d_s)` projection to export with the student; None without `export.projection`.
 
     Raises:
-        ConfigError: it does, and the objective learns none.
+        ConfigError: the objective learns none.
     """
     if not config.export.projection:
         return None
     projection = objective.projection()
     if projection is None and objective.in_teacher_space:
         raise ConfigError(
-            f"export.projection is on, but with these options objective {config.objective.name} trains the student's "
-            "own vectors in the teacher's space; leave export.projection off"
+            f"export.projection is set, but with these options objective {config.objective.name} trains the student's "
+            "own vectors in the teacher's space; set export.projection=false"
         )
     if projection is None:
         raise ConfigError(
-            f"export.projection is on, but objective {config.objective.name} learned no projection into the "
-            "teacher's space"
+            f"export.projection is set, but objective {config.objective.name} learned no projection into the "
+            "teacher's space; set export.projection=false"
         )
     return projection
 
@@ -85,20 +85,18 @@ def learned_projection(config: RunConfig, objective: Objective) -> Tensor | None
 def held_out_rows(
     config: RunConfig, manifest: Manifest, table_rows: int, without: npt.NDArray[np.int64] | None = None
 ) -> npt.NDArray[np.int64]:
-    """Rows kept out of training, ascending; the same for every run on this cache with the same seed and corpus.
+    """Ascending rows held out of training; the same for every run on this cache with the same seed and corpus.
 
-    They are drawn by their place in the table: a cache that was made anew may number the same texts in another order,
-    which is why a run keeps `held_out_digest`.
-
-    Second texts of pairs are drawn too; a record that holds a held-out text anywhere is not trained on.
+    Rows are drawn, not texts: a cache that is built again may give the same texts other rows, so a run records
+    `held_out_digest`. Second texts of pairs are drawn too; a record with any held-out text is not trained on.
 
     Args:
-        without: rows that are not to be drawn, because they have no vector.
+        without: rows not to draw, because they have no vector.
     """
     rows = manifest.distinct_rows(table_rows)
     if without is not None and len(without):
         rows = np.setdiff1d(rows, without, assume_unique=True)
-    if len(rows) < SMALLEST_HELD_OUT_FROM or config.data.held_out == 0:
+    if len(rows) < MIN_TEXTS_TO_HOLD_OUT or config.data.held_out == 0:
         return np.zeros(0, dtype=np.int64)
     count = min(config.data.held_out, len(rows) // HELD_OUT_SHARE)
     chosen = np.random.default_rng(config.training.seed).choice(len(rows), size=count, replace=False)
@@ -106,7 +104,7 @@ def held_out_rows(
 
 
 def with_recorded_names(folder: Path, config: RunConfig) -> RunConfig:
-    """Space and corpus that nobody named are those that the folder's run has: a cache may have others by now."""
+    """The configuration with space and corpus of the folder's run if it names none; the cache may have several now."""
     record = read_record(folder) or {}
     space, corpus = record.get("space", {}), record.get("corpus", {})
     if config.space is None and space:
@@ -118,24 +116,24 @@ def with_recorded_names(folder: Path, config: RunConfig) -> RunConfig:
 
 
 def held_out_digest(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> str:
-    """Of the held-out texts themselves, whatever their rows are."""
+    """Digest of the held-out texts, independent of their rows."""
     keys = sorted(key.tobytes() for key in cache.texts_table.read_keys(rows))
     return blake2b(b"".join(keys), digest_size=16).hexdigest()
 
 
 def check_held_out(folder: Path, record: Mapping[str, Any], digest: str) -> None:
-    """Refuse to go on with, or to look into, a run whose held-out texts would be others by now.
+    """Check that a run's held-out texts are still the same.
 
     Args:
-        record: of the run; one that keeps no digest is believed.
+        record: of the run; one without a digest passes.
 
     Raises:
-        RunFolderError: they are, as the cache was made anew, or other rows of it are quarantined.
+        RunFolderError: they changed, because the cache was built again or other rows are quarantined.
     """
     known = record.get("corpus", {}).get("held_out_digest")
     if known not in (None, digest):
         raise RunFolderError(
-            f"{folder} held other texts out ({known}) than its settings draw from this cache by now ({digest}): the "
-            "cache was built anew, or has other rows quarantined, and what was held out would be mixed with what was "
-            "trained on; use the cache it was trained on"
+            f"{folder} held other texts out ({known}) than its settings draw from this cache now ({digest}): the cache "
+            "was built again, or has other quarantined rows, and held-out texts would be mixed with training texts; "
+            "use the cache that it was trained on"
         )

@@ -1,4 +1,4 @@
-"""The teacher's side of a run: which space, or spaces, its targets come from, and what is known token by token."""
+"""The teacher's side of a run: the spaces of its targets, and its token states."""
 
 from typing import Any
 
@@ -22,19 +22,19 @@ from teacher_cache.teachers.pieces import ignores_case
 from teacher_cache.tokens.request import TokenRequest, TokenShape
 from teacher_cache.tokens.token_columns import TokenColumns
 
-# Sharpness that treats the parts of a corpus differently.
+# Sharpness methods that need the domains of a corpus.
 NEED_DOMAINS = ("disam",)
 
 
 class Targets:
-    """What a run compares its student with, out of a cache or, with `teacher.mode=online`, from the teacher itself.
+    """Targets of a run, from a cache or, with `teacher.mode=online`, from the teacher.
 
     Attributes:
-        space: of the cache; several that are asked for are read as one.
-        shape: sizes of the teacher; token by token where the space keeps tokens or the teacher is online.
+        space: of the cache; several named spaces are read as one.
+        shape: sizes of the teacher, including token states if the space has them or the teacher is online.
 
     Raises:
-        KnownError: there is no such space, or an online teacher is asked for several.
+        KnownError: there is no such space, or several with an online teacher.
     """
 
     def __init__(self, config: RunConfig, cache: TeacherCache) -> None:
@@ -47,15 +47,15 @@ class Targets:
             self.space = cache.space(config.space)
         self.online = config.teacher.mode == "online"
         if self.online and isinstance(self.space, JointSpace):
-            raise ConfigError("teacher.mode=online asks one teacher, but several spaces are named; name one space")
-        said = token_shape(resolve(_asked(config.teacher))) if self.online else None
-        self.shape = teacher_shape(self.space, said)
+            raise ConfigError("teacher.mode=online runs one teacher, but several spaces are named; name one space")
+        tokens = token_shape(resolve(_teacher_options(config.teacher))) if self.online else None
+        self.shape = teacher_shape(self.space, tokens)
 
     def check(self, objective: Objective, manifest: Manifest) -> None:
-        """Refuse, before anything is written, an objective that asks for what is not there.
+        """Check, before anything is written, that the needs of an objective are met.
 
         Raises:
-            NeedsNotMet, CacheError: naming what is missing and what would bring it.
+            NeedsNotMet, CacheError: something is missing; the message says how to add it.
         """
         sharpness, corpus = self.config.sharpness, manifest.record
         if sharpness.name in NEED_DOMAINS:
@@ -63,7 +63,7 @@ class Targets:
             if len(corpus.domains) < 2:
                 raise NeedsNotMet(
                     f"sharpness {sharpness.name} compares domains, but corpus {corpus.name!r} has only "
-                    f"{corpus.domains[0]!r}; use sam"
+                    f"{corpus.domains[0]!r}; use sharpness.name=sam"
                 )
         unknown = [term for term in sharpness.ascent_terms or () if objective.terms and term not in objective.terms]
         if unknown:
@@ -77,20 +77,17 @@ class Targets:
             require_tokens(f"objective {self.config.objective.name}", objective, self.space)
 
     def _request(self, objective: Objective) -> TokenRequest | None:
-        """What an online teacher is asked besides vectors."""
+        """What an online teacher computes besides vectors."""
         needs = objective.needs
         if not needs.tokens:
             return None
         layers = attention_layers(objective)
-        if needs.importance and not layers:  # it comes with the maps
+        if needs.importance and not layers:  # needs the maps of any layer
             layers = (self.shape.layers or 1,)
         return TokenRequest(layers or None)
 
     def skipped_rows(self, objective: Objective) -> npt.NDArray[np.int64]:
-        """Ascending rows that `data.skip_quarantined` leaves out.
-
-        Their vector, or their tokens where those are needed, were refused when the cache was built.
-        """
+        """Ascending rows that `data.skip_quarantined` skips: those with a quarantined vector or, if needed, tokens."""
         if not self.config.data.skip_quarantined:
             return np.zeros(0, dtype=np.int64)
         refused = set(self.space.quarantined())
@@ -101,7 +98,7 @@ class Targets:
     def dataset(
         self, manifest: Manifest, objective: Objective, left_out: npt.NDArray[np.int64] | None = None
     ) -> CachedDataset:
-        """The records of a corpus with all that the objective needs of the cache."""
+        """The records of a corpus, with what the objective needs from the cache."""
         tokens = None
         if objective.needs.tokens and not self.online:
             needs = objective.needs
@@ -111,7 +108,7 @@ class Targets:
         )
 
     def collator(self, manifest: Manifest, objective: Objective, student: Student) -> Collator:
-        """What makes batches of these records; an online teacher is loaded here."""
+        """The collator of these records; loads an online teacher."""
         needs, tokens, online = objective.needs, self.space.tokens, None
         layers: tuple[int, ...] = () if tokens is None else tokens.record.attention or ()
         if self.online and isinstance(self.space, SpaceView):
@@ -141,7 +138,7 @@ class Targets:
         )
 
     def _kept_alignments(self, objective: Objective, student: Student) -> AlignmentColumn | None:
-        """Of this student's tokens, where `tcache align` has made them."""
+        """Alignments to this student's tokens, if `tcache align` has computed them."""
         method, digest = objective.needs.alignment, student.digests.get("tokenizer")
         if method is None or digest is None or not isinstance(self.space, SpaceView):
             return None
@@ -150,7 +147,7 @@ class Targets:
         return stored_alignments(self.space, settings)
 
     def to_json(self) -> dict[str, Any]:
-        """The space as `run.json` keeps it; of several ones the names stand side by side."""
+        """The space for `run.json`; of several, joined names and fingerprints."""
         if isinstance(self.space, SpaceView):
             return _described(self.space)
         parts = [_described(part) for part in self.space.spaces]
@@ -167,10 +164,10 @@ class Targets:
 
 
 def teacher_shape(space: SpaceView | JointSpace, tokens: TokenShape | None = None) -> TeacherShape:
-    """The sizes of a space's teacher for an objective, token by token where the space keeps tokens.
+    """Sizes of a space's teacher for an objective.
 
     Args:
-        tokens: of the teacher itself, where it is asked rather than the space.
+        tokens: sizes of the token states; None is those of the space, if it has token columns.
     """
     if isinstance(space, JointSpace):
         return TeacherShape(space.dims, normalized=True)
@@ -188,7 +185,7 @@ def teacher_shape(space: SpaceView | JointSpace, tokens: TokenShape | None = Non
     )
 
 
-def _asked(teacher: TeacherConfig) -> TeacherOptions:
+def _teacher_options(teacher: TeacherConfig) -> TeacherOptions:
     return TeacherOptions(model=teacher.model, trust_remote_code=teacher.trust_remote_code)
 
 
@@ -198,46 +195,46 @@ def attention_layers(objective: Objective) -> tuple[int, ...]:
 
 
 def require_tokens(who: str, objective: Objective, space: SpaceView | JointSpace) -> TokenColumns:
-    """The token columns of a space, if they hold what the objective compares.
+    """The token columns of a space, checked for what the objective compares.
 
     Args:
         who: begins the message.
 
     Raises:
-        NeedsNotMet: naming what is missing and what would bring it.
+        NeedsNotMet: something is missing; the message says how to add it.
     """
     needs, layers = objective.needs, attention_layers(objective)
     if isinstance(space, JointSpace):
         raise NeedsNotMet(joint_space_message(who))
     if needs.internals:
         raise NeedsNotMet(
-            f"{who} with these options compares every layer of the teacher, head by head, which no cache keeps; use "
-            "`distill run` with teacher.mode=online and teacher.model, or leave these terms out"
+            f"{who} with these options compares every layer and head of the teacher, which a cache does not hold; use "
+            "`distill run` with teacher.mode=online and teacher.model, or set their weights to 0"
         )
     columns = "vectors,tokens"
     if layers or needs.importance:
         columns += ",attention" + (f" --attention-layers {','.join(map(str, layers))}" if layers else "")
     hint = f"`tcache build --columns {columns}` with this corpus and teacher adds them"
     if space.tokens is not None and space.tokens.record.attention is not None:
-        hint = f"its layers are settled: `tcache build --columns {columns}` into another --cache keeps them"
+        hint = f"its layers are fixed; `tcache build --columns {columns}` with another --cache adds them"
     if space.tokens is None:
-        raise NeedsNotMet(f"{who} needs the teacher's token states, but {space.slug} keeps none; {hint}")
+        raise NeedsNotMet(f"{who} needs the teacher's token states, but {space.slug} has none; {hint}")
     kept = space.tokens.record.attention
     if (needs.importance and kept is None) or not set(layers) <= set(kept or ()):
         raise NeedsNotMet(
-            f"{who} needs the attention of the teacher's layers {list(layers) or 'any'}, but {space.slug} keeps "
+            f"{who} needs the attention of the teacher's layers {list(layers) or 'any'}, but {space.slug} has "
             f"{'none' if kept is None else f'those of {list(kept)}'}; {hint}"
         )
     return space.tokens
 
 
 def joint_space_message(who: str) -> str:
-    """Why an objective that compares tokens is refused several spaces."""
-    return f"{who} compares tokens, which several spaces do not have in common; name one space"
+    """Why an objective that compares tokens needs one space."""
+    return f"{who} compares tokens, which differ between several spaces; name one space"
 
 
 def uses_pairs(objective: Objective) -> bool:
-    """Whether the second view is a record's second text, not the first once more."""
+    """Whether the second view is the second text of a record."""
     return objective.views == "pair" and objective.needs.views == 2
 
 

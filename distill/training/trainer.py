@@ -1,4 +1,4 @@
-"""Training: transformers' Trainer with a cached teacher and, if wanted, sharpness-aware steps."""
+"""transformers' Trainer with a cached teacher and, optionally, sharpness-aware steps."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ from teacher_cache.reading.shuffle import WindowedShuffle
 
 
 class Distillation(nn.Module):
-    """Student and objective in one forward pass, as Trainer wants its model."""
+    """Student and objective in one module, for Trainer."""
 
     def __init__(self, student: Student, objective: Objective) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class Distillation(nn.Module):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Trainer's `activation_checkpointing`; the non-reentrant kind, through which sharpness can differentiate.
+        """Enable non-reentrant activation checkpointing, which sharpness-aware steps need.
 
         Raises:
-            ConfigError: the encoder's blocks cannot be computed again.
+            ConfigError: the encoder does not support it.
         """
         encoder: Any = self.student.encoder
         kwargs = {**(activation_checkpointing_kwargs or {}), "use_reentrant": False}
@@ -59,11 +59,11 @@ class Distillation(nn.Module):
             encoder.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, **options)
         except ValueError as error:
             raise ConfigError(
-                f"student {self.student.name!r} cannot compute its blocks again ({error}); set "
+                f"student {self.student.name!r} does not support activation checkpointing ({error}); set "
                 "training.arguments.activation_checkpointing=false"
             ) from error
 
-    # No **kwargs and nothing called `labels`: Trainer would take either as a sign to scale the loss itself.
+    # Without **kwargs and `labels`, either of which makes Trainer scale the loss.
     def forward(
         self,
         input_ids: Tensor,
@@ -76,50 +76,51 @@ class Distillation(nn.Module):
         alignment: Tensor | None = None,
         ascent_loss: AscentLoss | None = None,
     ) -> dict[str, Any]:
-        """`loss`, the sum of the objective's terms, and `terms` by name; arguments as `Collator` makes them.
+        """`loss`, the sum of the objective's terms, and `terms` by name; the arguments are those of `Collator`.
 
         Args:
-            climbs: adds `climbed`, what a sharpness-aware step climbs in place of the loss.
+            ascent_loss: adds "ascent_loss", which a sharpness-aware step ascends instead of the loss.
         """
         views = input_ids.shape[0] // vectors.shape[0]
-        alike = 1 if self.training else _alike(input_ids, attention_mask, views)
-        input_ids, attention_mask = (part[: len(part) // alike] for part in (input_ids, attention_mask))
+        copies = 1 if self.training else _identical_views(input_ids, attention_mask, views)
+        input_ids, attention_mask = (part[: len(part) // copies] for part in (input_ids, attention_mask))
         if special is None or teacher_tokens is None:
-            output = StudentOutput(self.student(input_ids, attention_mask).repeat(1, alike, 1), views)
+            output = StudentOutput(self.student(input_ids, attention_mask).repeat(1, copies, 1), views)
             targets = TeacherTargets(vectors, text_ids, domains)
         else:
             needs = self.objective.needs
             layers, tokens = self.student.forward_tokens(input_ids, attention_mask, special, needs)
-            output = StudentOutput(layers.repeat(1, alike, 1), views, tokens)
+            output = StudentOutput(layers.repeat(1, copies, 1), views, tokens)
             targets = TeacherTargets(vectors, text_ids, domains, _token_states(teacher_tokens), alignment)
         terms = self.objective(output, targets)
-        climbed = None if ascent_loss is None else ascent_loss(self.objective, output, targets, terms)
-        found = {"loss": torch.stack(list(terms.values())).sum(), "terms": terms}
-        return found if climbed is None else found | {"ascent_loss": climbed}
+        outputs = {"loss": torch.stack(list(terms.values())).sum(), "terms": terms}
+        if ascent_loss is not None:
+            outputs["ascent_loss"] = ascent_loss(self.objective, output, targets, terms)
+        return outputs
 
 
 @dataclass(frozen=True)
 class ProjectedStudent:
-    """A student with the projection that carries its vectors into another space, if any; an encoder for tasks."""
+    """An encoder for tasks: a student with an optional projection into another space."""
 
     student: Student
     projection: Tensor | None
 
     def encode(self, texts: Sequence[str], /) -> npt.NDArray[np.float32]:
-        """`(n, d)` vectors, without dropout, not normalised."""
+        """`(n, d)` vectors, without dropout, not normalized."""
         return self.student.encode(texts, projection=self.projection)
 
 
-def _alike(input_ids: Tensor, attention_mask: Tensor, views: int) -> int:
-    """How often a batch holds the same texts: views that dropout alone tells apart are equal without it."""
-    same = all(
+def _identical_views(input_ids: Tensor, attention_mask: Tensor, views: int) -> int:
+    """`views` if all views of a batch are the same texts, which need one encoding without dropout; otherwise 1."""
+    identical = all(
         torch.equal(view, whole[: len(view)]) for whole in (input_ids, attention_mask) for view in whole.chunk(views)
     )
-    return views if same else 1
+    return views if identical else 1
 
 
 def _token_states(tensors: Mapping[str, Any]) -> TokenStates:
-    """A batch's tensors by name, as Trainer can move them to a device."""
+    """`TokenStates` from the dictionary of a batch, which Trainer moves to a device."""
     internals = tensors.get("internals")
     return TokenStates(**{**tensors, "internals": None if internals is None else Internals(**internals)})
 
@@ -127,11 +128,11 @@ def _token_states(tensors: Mapping[str, Any]) -> TokenStates:
 class DistillTrainer(SharpnessMixin, Trainer):
     """Trains a `Distillation` on a `CachedDataset` in the order of a `StreamingSampler`.
 
-    With a `validation` the student that would be exported is scored every `evaluation.steps` and behind the last
-    step; every new best is saved, and stays until there is a better one. The weights are those of a training without.
+    With a `validation` the student that would be exported is scored every `evaluation.steps` and after the last step;
+    a new best is saved, and kept until there is a better one. Validation does not change the weights.
 
     Raises:
-        ConfigError: sharpness or a batch-coupled loss in a set-up that would silently change it.
+        ConfigError: the setup would silently change sharpness or a batch-coupled loss.
     """
 
     optimizer: Any
@@ -151,7 +152,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         self.config = config
         self.validation = validation
         save_memory(model.student, config.training)
-        # Since the last log: each term summed over steps, and how many steps that is.
+        # Since the last log: sums of each term over steps, and the number of steps.
         self._sums: dict[str, Tensor] = {}
         self._summed_steps = 0.0
         self._logged_ascent = -1
@@ -161,16 +162,16 @@ class DistillTrainer(SharpnessMixin, Trainer):
             )
         )
         arguments = training_arguments(config, batches, objective=model.objective)
-        # Trainer only asks whether there is something to evaluate on; `evaluate` is this class's own.
-        scored: Any = validation
+        # Trainer checks only that there is an evaluation data set; `evaluate` is overridden.
+        eval_dataset: Any = validation
         try:
             super().__init__(
-                model=model, args=arguments, train_dataset=dataset, eval_dataset=scored, data_collator=collator
+                model=model, args=arguments, train_dataset=dataset, eval_dataset=eval_dataset, data_collator=collator
             )
-        except (ValueError, RuntimeError, ImportError) as error:  # a logger that is absent, an unfit argument
-            raise ConfigError(f"training arguments were refused: {' '.join(str(error).split())}") from error
+        except (ValueError, RuntimeError, ImportError) as error:  # a missing logger, an invalid argument
+            raise ConfigError(f"training arguments are invalid: {' '.join(str(error).split())}") from error
         self.sharpness = sharpness
-        self._refuse_unsupported()
+        self._check_supported()
         self.remove_callback(PrinterCallback)
         self.add_callback(EpochOrder())
         self.clock = StepClock(cycle=1 if sharpness is None else sharpness.every)
@@ -179,11 +180,11 @@ class DistillTrainer(SharpnessMixin, Trainer):
         self.add_callback(MetricsFile(Path(config.output_dir) / "metrics.jsonl"))
         self.add_callback(ProgressReport(report))
 
-    def _refuse_unsupported(self) -> None:
+    def _check_supported(self) -> None:
         if self.args.n_gpu > 1:
             raise ConfigError(
-                f"{self.args.n_gpu} GPUs are visible to one process, which would split every batch over them "
-                "and change the losses that compare its texts; start with torchrun, or set CUDA_VISIBLE_DEVICES"
+                f"{self.args.n_gpu} GPUs are visible to one process, which would split every batch and change losses "
+                "that compare its texts; start with torchrun, or set CUDA_VISIBLE_DEVICES"
             )
         if self.sharpness is not None and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             raise ConfigError("sharpness does not work with DeepSpeed or FSDP, which shard the weights; use DDP")
@@ -191,7 +192,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
     @staticmethod
     def _sampler(config: RunConfig, records: int, rank: int, ranks: int, *, tokens: bool) -> StreamingSampler:
         if records < ranks:
-            raise ConfigError(f"{records} records for {ranks} processes: there has to be one for each; start fewer")
+            raise ConfigError(f"{records} records for {ranks} processes; start at most {records} processes")
         order = WindowedShuffle(
             records,
             config.training.per_device_train_batch_size,
@@ -203,7 +204,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         return StreamingSampler(order, drop_last=config.data.drop_last)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Batches in the sampler's order; not `accelerator.prepare`d, because the sampler knows its rank."""
+        """Batches in the sampler's order, not `accelerator.prepare`d, because the sampler is already per rank."""
         dataset: Any = self.train_dataset
         workers = self.args.dataloader_num_workers
         sampler = self._sampler(
@@ -211,14 +212,14 @@ class DistillTrainer(SharpnessMixin, Trainer):
             len(dataset),
             self.args.process_index,
             self.args.world_size,
-            # Of the objective, not of the data set: an online teacher's run has the order of one on the cache.
+            # Needs of the objective, not columns of the data set, so that an online teacher's run has the same order.
             tokens=self.model.objective.needs.tokens,
         )
         batches: Any = ShuffledDataset(dataset, sampler.order, by_length=self.config.data.group_by_length)
         collate: Any = self.data_collator
-        # Loading processes read ahead by themselves, and an online teacher answers where the student is trained.
+        # Worker processes read ahead themselves, and an online teacher runs in the training process.
         if workers == 0 and collate.online is None:
-            # A step takes all of its micro-batches at once.
+            # A step fetches all of its micro-batches at once.
             ahead = self.args.gradient_accumulation_steps + 1
             batches, collate = PrefetchedBatches(batches, collate, sampler.following, ahead), as_it_is
         return DataLoader(
@@ -232,7 +233,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         )
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Trainer's own; no thread reads ahead any longer when it is left, however that is."""
+        """Train; the threads that read ahead are stopped afterwards, also after an exception."""
         try:
             return super().train(*arguments, **options)
         finally:
@@ -241,10 +242,10 @@ class DistillTrainer(SharpnessMixin, Trainer):
                 loader.dataset.close()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Student and projections, each at its own learning rate; weight decay on all of both, frozen ones left out.
+        """Parameter groups of student and projections, with their learning rates; weight decay on all.
 
         Raises:
-            ConfigError: an optimiser that Trainer cannot make of these arguments.
+            ConfigError: Trainer cannot create the optimizer.
         """
         if self.optimizer is None:
             training, distillation = self.config.training, self.model
@@ -267,7 +268,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Trainer's own, or the cycles that it does not have."""
+        """A schedule of Trainer, or linear cycles."""
         training = self.config.training
         if training.lr_scheduler_type == LINEAR_CYCLES and self.lr_scheduler is None:
             shape = linear_cycles(num_training_steps, training.cycles, training.min_lr_rate, self.args.warmup_steps)
@@ -280,7 +281,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         outputs = model(**inputs)
         loss = self._finite_loss(outputs)
         if self.logs_loss:
-            self._count(outputs["terms"])
+            self._add_terms(outputs["terms"])
         return (loss, outputs) if return_outputs else loss
 
     def ascent_loss(
@@ -293,7 +294,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         loss = self._finite_loss(outputs)
         if not ascent_loss.includes_whole_loss(self.model.objective):
             return outputs["ascent_loss"], None
-        self._count(outputs["terms"])
+        self._add_terms(outputs["terms"])
         return outputs["ascent_loss"], loss
 
     def _finite_loss(self, outputs: Mapping[str, Any]) -> Tensor:
@@ -306,16 +307,15 @@ class DistillTrainer(SharpnessMixin, Trainer):
             )
         return loss
 
-    def _count(self, terms: Mapping[str, Tensor]) -> None:
-        # A step's term is the mean over its micro-batches, as Trainer's loss is: the last step of an epoch may
-        # have fewer of them.
+    def _add_terms(self, terms: Mapping[str, Tensor]) -> None:
+        # Mean over the micro-batches of a step, like Trainer's loss; the last step of an epoch may have fewer.
         share = 1 / self.current_gradient_accumulation_steps
         self._summed_steps += share
         for name, term in terms.items():
             self._sums[name] = self._sums.get(name, torch.zeros_like(term)) + term.detach() * share
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Trainer's own figures plus the mean of each term since the last log, and the last ascent since then."""
+        """Log Trainer's metrics plus the mean of each term and the last ascent since the last log."""
         if "loss" in logs and self._sums:
             means = torch.stack(list(self._sums.values())) / self._summed_steps
             means = self.accelerator.reduce(means, reduction="mean")  # over ranks, as the loss is
@@ -334,51 +334,51 @@ class DistillTrainer(SharpnessMixin, Trainer):
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Scores on the validation files: "eval_average", "eval_NAME" of every task, "eval_seconds".
 
-        Of several processes the first one scores, and tells the others, so that all agree which step is the best.
+        The first process scores and broadcasts the result, so that all agree on the best step.
         """
         if self.validation is None:
             return super().evaluate(*arguments, **options)
-        found: list[Any] = [None]
+        scores: list[Any] = [None]
         if self.is_world_process_zero():
             distillation = self.model
             projection = distillation.objective.projection() if self.config.export.projection else None
             with self.accelerator.autocast():
-                found = [self.validation(ProjectedStudent(distillation.student, projection))]
-        broadcast_object_list(found)
-        metrics = {f"eval_{name}": value for name, value in found[0].items()} | {"epoch": self.state.epoch}
+                scores = [self.validation(ProjectedStudent(distillation.student, projection))]
+        broadcast_object_list(scores)
+        metrics = {f"eval_{name}": value for name, value in scores[0].items()} | {"epoch": self.state.epoch}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Trainer's own; a new best is saved, in addition to what `save_steps` says."""
-        found: bool = super()._determine_best_metric(metrics, trial)
-        self.control.should_save |= bool(found)
-        return found
+        """Whether the metric is a new best, which is saved in addition to every `save_steps`."""
+        is_best: bool = super()._determine_best_metric(metrics, trial)
+        self.control.should_save |= bool(is_best)
+        return is_best
 
     def load_step(self, step: int) -> None:
-        """Go back to the weights of a checkpoint, behind the end of training.
+        """Load the weights of a step's checkpoint, after training.
 
         Raises:
-            RunFolderError: it is gone.
+            RunFolderError: the checkpoint is missing or incomplete.
         """
         if step == self.state.global_step:
             return
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{step}"
         if not is_complete(checkpoint):
             raise RunFolderError(
-                f"step {step} was the best by validation, and {checkpoint} is gone or not whole; train into another "
-                "--output-dir, or with evaluation.keep=last"
+                f"step {step} was the best by validation, but {checkpoint} is missing or incomplete; train with "
+                "another output_dir, or with evaluation.keep=last"
             )
         load_model(self.model, str(checkpoint / WEIGHTS))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Trainer's own, refused before its first byte where it cannot fit.
+        """Save a checkpoint, after a check of the free space.
 
         Raises:
-            DiskFull: the libraries that write a checkpoint each report a full disk as something else.
+            DiskFull: it does not fit; the libraries that write it report a full disk in different ways.
         """
-        # Weights in float32 and Adam's two moments of each, and what sharpness keeps; the rest is small.
+        # Float32 weights, their two moments of Adam, and the state of sharpness; the rest is small.
         needed = 3 * 4 * sum(parameter.numel() for parameter in self.model.parameters())
         kept = {} if self.sharpness is None else self.sharpness.state_dict()
         needed += sum(tensor.nbytes for tensor in kept.values())
@@ -386,15 +386,15 @@ class DistillTrainer(SharpnessMixin, Trainer):
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Weights alone, as safetensors: no pickled arguments in a folder that people pass around."""
+        """Save the weights as safetensors, without pickled arguments."""
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         save_model(self.model, str(folder / WEIGHTS), metadata={"format": "pt"})
 
     def restore(self, checkpoint: Path) -> bool:
-        """Take weights and state of a checkpoint of the last step; False when there are steps left to do.
+        """Restore a checkpoint of the last step; False if there are steps left.
 
-        `train` would do one step more from a last step inside an epoch.
+        `train` would do one more step if the last step is within an epoch.
         """
         state = TrainerState.load_from_json(str(checkpoint / STATE))
         if state.global_step < state.max_steps:
@@ -405,14 +405,14 @@ class DistillTrainer(SharpnessMixin, Trainer):
 
 
 def check_disk_space(folder: Path, needed: int, what: str) -> None:
-    """Refuse to begin writing `needed` bytes that the disk has no room for.
+    """Check that the disk has room for `needed` bytes.
 
     Raises:
-        DiskFull: what was written before is intact.
+        DiskFull: it does not.
     """
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DiskFull(
             f"no space left on the disk of {folder}: {what} takes {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are "
-            "free; what was written before is intact: free some space and run the same command again"
+            "free; free some space and run the same command again to continue"
         )

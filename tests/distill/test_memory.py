@@ -191,14 +191,14 @@ def test_8_bit_states_are_those_of_matrices_and_embedding_tables_keep_exact_ones
 
 def test_8_bit_states_have_no_momentum_to_follow(settings: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"msam reads the optimiser's momentum.*use training\.optim=adamw_torch_fused"
+        ConfigError, match=r"msam needs the optimizer's momentum.*use training\.optim=adamw_torch_fused"
     ):
         settings("msam", EIGHT_BIT, "sharpness.name=msam")
 
 
 @pytest.mark.parametrize(
     ("optim", "message"),
-    [("adamw_torch_fast", "training arguments were refused: "), ("galore_adamw", "training.optim=galore_adamw cannot")],
+    [("adamw_torch_fast", "training arguments are invalid: "), ("galore_adamw", "training.optim=galore_adamw cannot")],
 )
 def test_an_optimiser_that_cannot_be_had_is_refused_in_one_line(settings: Any, optim: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refusal:
@@ -210,7 +210,9 @@ def test_blocks_that_cannot_be_computed_again_are_refused(settings: Any) -> None
     made = parts(settings("old", "training.memory=low"))
     encoder: Any = made.student.encoder
     encoder.supports_gradient_checkpointing = False
-    with pytest.raises(ConfigError, match=r"cannot compute its blocks again .*activation_checkpointing=false"):
+    with pytest.raises(
+        ConfigError, match=r"does not support activation checkpointing .*activation_checkpointing=false"
+    ):
         made.trainer().train()
 
 

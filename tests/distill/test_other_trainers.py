@@ -228,7 +228,7 @@ def test_the_second_column_is_the_second_view(tmp_path: Path, tiny_student: Path
     model.train()
     trained(sentence_trainer(model, paired, cache, tmp_path, **columns), model, paired.objective)
     for wrong in ([first], [first, first, second]):
-        with pytest.raises(StudentError, match=f"{len(wrong)} text columns, the objective takes 2"):
+        with pytest.raises(StudentError, match=f"{len(wrong)} text columns; the objective needs 2"):
             paired(wrong, rows)
 
 
@@ -259,7 +259,7 @@ def test_what_the_space_does_not_keep_is_refused(tiny_student: Path, cache: Teac
     objective = made("emo", student_shape(model), cache)
     with TeacherCache.open(toy_cache) as plain, pytest.raises(NeedsNotMet, match="build --columns vectors,tokens"):
         CachedLoss(model, objective, plain.space(), plain)
-    with pytest.raises(NeedsNotMet, match="CachedLoss needs the cache"):
+    with pytest.raises(NeedsNotMet, match="CachedLoss needs `cache`"):
         CachedLoss(model, objective, cache.space())
 
 
@@ -276,7 +276,7 @@ def test_tokens_of_other_texts_than_the_rows_are_refused(tiny_student: Path, cac
     loss = CachedLoss(model, made("dskd", student_shape(model), cache), cache.space(), cache)
     rows = torch.from_numpy(cache.lookup(TEXTS[:3]))
     for features in (model.preprocess(TEXTS[1:4]), model.preprocess(TEXTS[:3], prompt="the ")):
-        with pytest.raises(StudentError, match="not those of the texts that the labels name"):
+        with pytest.raises(StudentError, match="not those of the texts of the label rows"):
             loss([features], rows)
 
 
@@ -290,5 +290,5 @@ def test_projections_in_several_processes_are_refused(
     without = CachedLoss(model, made("simcse", student_shape(model), cache), cache.space())
     assert without([model.preprocess(TEXTS[:3])], rows)
     with_projections = CachedLoss(model, made("talas", student_shape(model), cache), cache.space())
-    with pytest.raises(ConfigError, match="in each process for itself"):
+    with pytest.raises(ConfigError, match="does not synchronize the parameters of a loss"):
         with_projections([model.preprocess(TEXTS[:3])], rows)

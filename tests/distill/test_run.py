@@ -408,7 +408,7 @@ def test_a_projection_into_a_space_that_is_trained_in_anyway_is_refused_with_the
 ) -> None:
     config = six_steps(toy_cache, tiny_student, tmp_path / "run", "export.projection=true")
     objective = Talas(StudentShape(16, 2, "mean"), TeacherShape(16), head="identity")
-    with pytest.raises(ConfigError, match=r"in the teacher's space; leave export\.projection off"):
+    with pytest.raises(ConfigError, match=r"in the teacher's space; set export\.projection=false"):
         learned_projection(config, objective)
 
 
@@ -532,7 +532,7 @@ def test_an_online_teacher_of_several_spaces_is_refused(toy_cache: Path, tiny_st
     with TeacherCache.open(cache) as opened:
         names = ", ".join(sorted(opened.space_records()))
     online = ("teacher.mode=online", "teacher.model=toy")
-    with pytest.raises(ConfigError, match="asks one teacher, but several spaces are named"):
+    with pytest.raises(ConfigError, match="runs one teacher, but several spaces are named"):
         run(tiny_config(cache, tiny_student, tmp_path / "run", f"space=[{names}]", *online))
 
 
@@ -540,8 +540,8 @@ def test_an_online_teacher_of_several_spaces_is_refused(toy_cache: Path, tiny_st
     ("overrides", "message"),
     [
         (("teacher.mode=sometimes",), "teacher.mode is 'sometimes'; expected cached or online"),
-        (("teacher.mode=online",), "an online teacher needs its model"),
-        (("teacher.model=toy",), "to train from the cache leave teacher.model out"),
+        (("teacher.mode=online",), "set both for an online teacher"),
+        (("teacher.model=toy",), "neither to train from the cache"),
         (
             ("teacher.mode=online", "teacher.model=toy", "training.dataloader_num_workers=2"),
             "dataloader_num_workers must be 0 with an online teacher",

@@ -335,7 +335,7 @@ def test_an_argument_that_trainer_refuses_is_one_line(tmp_path: Path) -> None:
         None,
         [f"output_dir={tmp_path}", "training.arguments.save_strategy=sometimes", "training.precision=fp32"],
     )
-    with pytest.raises(ConfigError, match=r"^training arguments were refused: [^\n]*sometimes[^\n]*$"):
+    with pytest.raises(ConfigError, match=r"^training arguments are invalid: [^\n]*sometimes[^\n]*$"):
         training_arguments(config, 10)
 
 
@@ -358,7 +358,7 @@ def test_sharpness_is_refused_where_weights_are_sharded(
     assert isinstance(trainer.sharpness, SharpnessAware)
     trainer.is_fsdp_enabled = True
     with pytest.raises(ConfigError, match="FSDP"):
-        trainer._refuse_unsupported()
+        trainer._check_supported()
 
 
 def test_a_precision_that_is_named_is_kept() -> None:
@@ -376,7 +376,7 @@ def test_fp16_without_a_gpu_is_refused_rather_than_run_as_fp32(monkeypatch: pyte
 def test_what_transformers_refuses_is_one_line(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, argument: str
 ) -> None:
-    with pytest.raises(ConfigError, match="training arguments were refused: ") as refusal:
+    with pytest.raises(ConfigError, match="training arguments are invalid: ") as refusal:
         parts(tiny_config(toy_cache, tiny_student, tmp_path, argument)).trainer()
     assert "\n" not in str(refusal.value)
 

@@ -329,7 +329,7 @@ def test_a_best_checkpoint_that_is_gone_is_said(
     run(config)
     for name in ("final", "checkpoint-6"):
         shutil.rmtree(tmp_path / "run" / name)
-    with pytest.raises(RunFolderError, match=r"step 6 was the best by validation, and .*checkpoint-6 is gone"):
+    with pytest.raises(RunFolderError, match=r"step 6 was the best by validation, but .*checkpoint-6 is missing"):
         run(config)
 
 
@@ -351,11 +351,11 @@ def test_the_exported_projection_is_what_is_scored(
     assert own != projected
 
 
-def test_a_wait_for_an_evaluation_is_no_wait_for_data(
+def test_the_time_of_an_evaluation_is_not_timed(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = {"now": 0.0}
-    monkeypatch.setattr("distill.training.callbacks.time.perf_counter", lambda: hours["now"])
+    monkeypatch.setattr("distill.training.measurement.time.perf_counter", lambda: hours["now"])
 
     def score(self: Validation, student: Any) -> dict[str, float]:
         hours["now"] += 3600
@@ -365,7 +365,7 @@ def test_a_wait_for_an_evaluation_is_no_wait_for_data(
     config = validated(toy_cache, tiny_student, tmp_path, data, "evaluation.steps=1")
     trainer = parts(config).trainer(validation=Validation.from_config(config.evaluation))
     trainer.train()
-    assert max(trainer.clock.waits + trainer.clock.steps) == 0
+    assert max(step.seconds for step in trainer.clock.timer.steps) == 0
 
 
 # Files
@@ -414,7 +414,7 @@ def test_the_tasks_are_those_whose_validation_files_tell_something(data: Path, t
 
 @pytest.mark.parametrize("name", ["banking77", "tweet", "sts12"])
 def test_a_task_whose_validation_file_tells_nothing_is_refused(data: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"evaluation.tasks names {name}, and its validation file is"):
+    with pytest.raises(ConfigError, match=f"evaluation.tasks names {name}, but its validation file is"):
         Validation.from_config(EvaluationConfig(data=str(data), tasks=("stsb", name)))
 
 

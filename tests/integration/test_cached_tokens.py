@@ -195,7 +195,7 @@ def test_attention_of_other_layers_is_refused_with_the_required_ones(
     caches: Caches, tiny_student: Path, tmp_path: Path, kept: TokenRequest
 ) -> None:
     found = r"those of \[1\]" if kept.attention else "none"
-    with pytest.raises(NeedsNotMet, match=rf"layers \[1, 2\], but .* keeps {found}; .*--attention-layers 1,2`"):
+    with pytest.raises(NeedsNotMet, match=rf"layers \[1, 2\], but .* has {found}; .*--attention-layers 1,2`"):
         run(config(caches("mpnet", tokens=kept), tiny_student, tmp_path / "run", "emo"))
 
 
@@ -251,7 +251,7 @@ def test_distilbert_losses_from_token_columns_equal_those_with_the_teacher(
 @pytest.mark.parametrize("name", ["minilm_weight", "tinybert_weight"])
 def test_layer_losses_require_an_online_teacher(caches: Caches, tiny_student: Path, tmp_path: Path, name: str) -> None:
     of = config(caches("bert"), tiny_student, tmp_path / "run", "leaf", f"objective.options.{name}=1.0")
-    with pytest.raises(NeedsNotMet, match=r"which no cache keeps; use `distill run` with teacher\.mode=online"):
+    with pytest.raises(NeedsNotMet, match=r"which a cache does not hold; use `distill run` with teacher\.mode=online"):
         run(of)
 
 
@@ -285,5 +285,5 @@ def test_tokens_of_several_spaces_are_refused(
         options = TeacherOptions(model=str(teachers[name]), dtype="float32", device="cpu")
         build(Corpus.open(tmp_path / "few.txt"), options, tmp_path / "cache", tokens=BOTH_LAYERS)
     of = config(tmp_path / "cache", tiny_student, tmp_path / "run", method)
-    with pytest.raises(NeedsNotMet, match="several spaces do not have in common; name one space"):
+    with pytest.raises(NeedsNotMet, match="differ between several spaces; name one space"):
         run(replace(of, space=(teachers["bert"].name, teachers["mpnet"].name)))
