@@ -50,9 +50,10 @@ def analyze(runs: tuple[Path, ...], names: tuple[str, ...] | None, sets: tuple[s
 
             overrides = read_overrides(sets, {})
             for run in run_folders(runs):
-                update(f"analyzing {run.name}", 0, 0, "")
-                made = records.setdefault(str(run), {})
-                analyze_run(run, names, options=overrides, announce=print_status, made=made.__setitem__, **options)
+                saved = records.setdefault(str(run), {}).__setitem__
+                analyze_run(
+                    run, names, options=overrides, announce=print_status, progress=update, saved=saved, **options
+                )
     finally:
         if any(records.values()):
             emit(records, lines, f"distill report {' '.join(map(str, runs))}")

@@ -1,4 +1,4 @@
-"""What an analysis is, and how one is asked for and kept."""
+"""The base class of analyses, and how they are run and saved."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from distill.analyses import ANALYSES
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError, NeedsNotMet, RunFolderError, StudentError
+from distill.evaluation.base import Announce, Progress, no_progress, silent
 from distill.evaluation.encoders import CachedEncoder
 from distill.registry import construct, load_class
 from distill.run_folder import ANALYSES as FOLDER
@@ -19,25 +20,26 @@ from teacher_cache.storage.files import atomic_write
 from teacher_cache.table.joint import JointSpace
 from teacher_cache.teachers.base import TeacherOptions
 
-# What says that the run, or the files beside it, lack what is asked about; a wrong option or a broken answer does not.
+# Errors that mean that the run or the given files lack what the analysis needs; other errors are never skipped.
 NOT_APPLICABLE = (NeedsNotMet, EvaluationError, RunFolderError, StudentError, CacheError)
-# Of NumPy's and scikit-learn's generators.
+# Of the generators of NumPy and scikit-learn.
 LARGEST_SEED = 2**32 - 1
 
 
 class Analysis(ABC):
-    """A question about a trained run, answered with numbers that a plot shows.
+    """Computes figures of a trained run that a plot shows.
 
-    An analysis is one file in this package: a subclass, and one line in `distill.analyses.ANALYSES`. Options of its
-    own are keyword arguments of its constructor.
+    An analysis is one file in this package: a subclass, and one line in `distill.analyses.ANALYSES`. Its options are
+    keyword arguments of its constructor.
 
     Attributes:
         name: as in the table.
         needs_tasks: whether it scores on tasks, so that `data` or `retrieval` must be given.
         data: folder of the tasks' files.
         retrieval: folder of a collection in BEIR layout.
-        teacher: folder or hub id of the run's teacher, which is asked for texts that the cache lacks.
-        announce: is told what is being done.
+        teacher: folder or hub id of the run's teacher, to encode texts that the cache lacks.
+        announce: called with a line about each intermediate result.
+        progress: called with every phase, its done and total counts, and details.
     """
 
     name: ClassVar[str]
@@ -49,30 +51,30 @@ class Analysis(ABC):
         data: Path | None = None,
         retrieval: Path | None = None,
         teacher: str | None = None,
-        announce: Callable[[str], None] = lambda line: None,
+        announce: Announce = silent,
+        progress: Progress = no_progress,
     ) -> None:
         if self.needs_tasks and data is None and retrieval is None:
-            raise ConfigError(
-                f"analysis {self.name} scores on tasks; say with --data or --retrieval where their files are"
-            )
-        for flag, path in {"--data": data, "--retrieval": retrieval}.items():
+            raise ConfigError(f"analysis {self.name} scores on tasks; name their folder (`data` or `retrieval`)")
+        for argument, path in {"data": data, "retrieval": retrieval}.items():
             if path is not None and not path.exists():
-                raise ConfigError(f"{flag} {path} is not there; name where the tasks' files are")
+                raise ConfigError(f"`{argument}` is {path}, which does not exist; name where the tasks' files are")
         self.data = data
         self.retrieval = retrieval
         self.teacher = teacher
         self.announce = announce
+        self.progress = progress
 
     @abstractmethod
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
-        """Plain JSON values, all finite.
+        """The result: plain JSON values, all finite.
 
         Raises:
-            KnownError: the run lacks what is asked about; one of `NOT_APPLICABLE`.
+            KnownError: the run lacks what the analysis needs; one of `NOT_APPLICABLE`.
         """
 
     def teacher_encoder(self, run: TrainedRun) -> CachedEncoder:
-        """The run's teacher, asked for every text as it was for training: queries and documents in its space's prompt.
+        """The run's teacher as in training: queries and documents too have the prompt of its space.
 
         Raises:
             NeedsNotMet: the run has several teachers.
@@ -87,7 +89,7 @@ class Analysis(ABC):
     @staticmethod
     @abstractmethod
     def conclusion(result: Mapping[str, Any]) -> str:
-        """What the result says, in one sentence with its figures."""
+        """One sentence with the main figures of the result."""
 
 
 def analyze(
@@ -100,57 +102,57 @@ def analyze(
     teacher: str | None = None,
     cache: Path | None = None,
     trust_remote_code: bool = False,
-    announce: Callable[[str], None] = lambda line: None,
-    made: Callable[[str, dict[str, Any]], None] = lambda name, record: None,
+    announce: Announce = silent,
+    progress: Progress = no_progress,
+    saved: Callable[[str, dict[str, Any]], None] = lambda name, record: None,
 ) -> dict[str, dict[str, Any]]:
-    """Analyse a run and keep each answer as `analyses/NAME.json` in its folder, in place of an older one.
+    """Analyze a run and save each result as `analyses/NAME.json` in its folder, replacing an older one.
 
     Args:
-        names: of `ANALYSES`, or "package.module:Class"; None is all that can be done with the run and what is given:
-            the others are announced with the reason, and an error only if none is left.
+        names: of `ANALYSES`, or "package.module:Class"; None is all that the run and the given files allow: the others
+            are announced with the reason, and an error is raised only if none is left.
         options: by name of the analysis.
         cache, trust_remote_code: see `TrainedRun.open`.
-        made: is given the name and the record of each as soon as it is kept, whatever comes of the next.
+        announce: called with a line about each intermediate result, and about analyses that are skipped.
+        progress: called with every phase.
+        saved: called with the name and the record of each analysis as soon as it is saved.
 
     Returns:
         The records by name: `analysis`, `conclusion`, `options`, `step`, `seconds`, `result`.
 
     Raises:
-        KnownError: an unknown name or option, or a run that lacks what is asked about by name.
+        KnownError: an unknown name or option, or the run lacks what a named analysis needs.
     """
     chosen = {name: load_class(name, ANALYSES, "analysis", Analysis) for name in names or ANALYSES}  # type: ignore[type-abstract]
     if names is None and data is None and retrieval is None:
-        left_out = [name for name, kind in chosen.items() if kind.needs_tasks]
-        announce(f"without --data or --retrieval these are left out: {', '.join(left_out)}")
-        chosen = {name: kind for name, kind in chosen.items() if name not in left_out}
+        skipped = [name for name, kind in chosen.items() if kind.needs_tasks]
+        announce(f"skipped, as no tasks are given (`data` or `retrieval`): {', '.join(skipped)}")
+        chosen = {name: kind for name, kind in chosen.items() if name not in skipped}
     options = options or {}
-    strange = [name for name in options if name not in chosen]
-    if strange:
-        raise ConfigError(
-            f"an option for {strange[0]!r}, which is not among the analyses that are made: {', '.join(chosen)}"
-        )
-    bare = [name for name, values in options.items() if not isinstance(values, Mapping)]
-    if bare:
-        raise ConfigError(f"an option for {bare[0]!r} names no option of it; write {bare[0]}.OPTION=VALUE")
-    given = {"data": data, "retrieval": retrieval, "teacher": teacher, "announce": announce}
+    for name, values in options.items():
+        if name not in chosen:
+            raise ConfigError(f"an option for {name!r}, which is not one of the analyses to run: {', '.join(chosen)}")
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{name}={values!r} names no option of the analysis; write {name}.OPTION=VALUE")
+    given = {"data": data, "retrieval": retrieval, "teacher": teacher, "announce": announce, "progress": progress}
     analyses = {
         name: construct(kind, f"analysis {name}", options=options.get(name, {}), **given)
         for name, kind in chosen.items()
     }
     records: dict[str, dict[str, Any]] = {}
-    refused: list[Exception] = []
+    errors: list[Exception] = []
     with TrainedRun.open(folder, cache=cache, trust_remote_code=trust_remote_code) as run:
         step = (run.record.get("exported") or {}).get("step", run.record.get("steps"))
-        for name, analysis in analyses.items():
-            announce(f"{name} of {folder}")
+        for number, (name, analysis) in enumerate(analyses.items()):
+            progress(f"analyzing {folder.name}", number, len(analyses), name)
             started = time.perf_counter()
             try:
                 result = analysis(run)
             except NOT_APPLICABLE as error:
                 if names is not None:
                     raise
-                announce(f"{name} of {folder} is left out: {error}")
-                refused.append(error)
+                announce(f"{name} of {folder} is skipped: {error}")
+                errors.append(error)
                 continue
             record = {
                 "analysis": name,
@@ -163,54 +165,55 @@ def analyze(
             try:
                 text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
             except ValueError as error:
-                raise EvaluationError(f"analysis {name} of {folder} gave a figure that is NaN or infinite") from error
-            kept = folder / FOLDER / f"{analysis.name}.json"
-            kept.parent.mkdir(exist_ok=True)
-            with atomic_write(kept) as file:
+                raise EvaluationError(f"analysis {name} of {folder}: a figure is NaN or infinite") from error
+            path = folder / FOLDER / f"{analysis.name}.json"
+            path.parent.mkdir(exist_ok=True)
+            with atomic_write(path) as file:
                 file.write(text.encode())
             records[name] = record
-            made(name, record)
-    if refused and not records:
-        raise refused[0]
+            saved(name, record)
+    if errors and not records:
+        raise errors[0]
     return records
 
 
 def int_option(option: str, value: Any, least: int, most: int | None = None) -> int:
-    """The value of an option, such as "map.texts", that counts something.
+    """The value of an option that is a whole number, such as "map.texts".
 
     Raises:
-        ConfigError: it is no whole number, or out of its range.
+        ConfigError: it is not a whole number, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         raise ConfigError(
-            f"{option} is {value!r}; expected a whole number from {least} {'on' if most is None else f'to {most}'}"
+            f"{option} is {value!r}; expected a whole number "
+            + (f"of at least {least}" if most is None else f"from {least} to {most}")
         )
     return value
 
 
 def float_option(option: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
-    """The finite value of an option that measures something; YAML reads 1e-4 as a text.
+    """The value of an option that is a finite number; YAML reads 1e-4 as a text.
 
     Raises:
-        ConfigError: it is no number, or out of its range.
+        ConfigError: it is not a number, or out of range.
     """
     try:
         found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         found = math.nan
     if not math.isfinite(found) or (above is not None and found <= above) or (least is not None and found < least):
-        bound = f" above {above:g}" if above is not None else "" if least is None else f" from {least:g} on"
+        bound = f" above {above:g}" if above is not None else "" if least is None else f" of at least {least:g}"
         raise ConfigError(f"{option} is {value!r}; expected a number{bound}")
     return found
 
 
 def choice_option(option: str, value: Any, known: Sequence[Any]) -> Any:
-    """The value of an option that names one of a few; flags are one of (True, False).
+    """The value of an option that is one of `known`, such as (True, False).
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: it is not one of them.
     """
-    # 1 == True, and a list is no member of a set.
+    # By type and value: 1 == True. Not `in`: a value may be unhashable.
     if not any(type(value) is type(one) and value == one for one in known):
         words = [str(one).lower() if isinstance(one, bool) else str(one) for one in known]
         raise ConfigError(f"{option} is {value!r}; expected one of {', '.join(words)}")
@@ -218,10 +221,10 @@ def choice_option(option: str, value: Any, known: Sequence[Any]) -> Any:
 
 
 def names_option(option: str, value: Any) -> list[str] | None:
-    """The value of an option that lists names; a text is a comma list, None stays None.
+    """The value of an option that lists names; a text is split at commas, None stays None.
 
     Raises:
-        ConfigError: it is no list of texts, or an empty one.
+        ConfigError: it is not a list of texts, or empty.
     """
     if value is None:
         return None

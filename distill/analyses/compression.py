@@ -1,19 +1,19 @@
-"""Compression: what scores remain when vectors are cut to their first dimensions and stored in fewer bits.
+"""Compression: scores of vectors that are truncated to their first dimensions and stored in fewer bits.
 
 Matryoshka prefixes (Kusupati et al. 2022) of 32, 64, 128 ... d dimensions, each in three precisions:
 
     truncate -> length 1 -> float32, or int8, or binary
 
 int8: 255 steps between the smallest and the largest value of each dimension, offset -128, as sentence-transformers'
-`quantize_embeddings` does; the ranges are those of the documents' vectors, taken once, and queries are stored with the
-same. A code stands for the middle of its step, and the cosine is of the vectors that the codes stand for. `codes` is
-the cosine of the codes as they are, which is what an index of int8 compares: dimensions then weigh by 1 / step^2.
+`quantize_embeddings` does; the ranges are those of the documents' vectors, and queries use the same. A code stands for
+the middle of its step, and the cosine is of the vectors that the codes stand for. `codes` is the score with the cosine
+of the codes themselves, as an int8 index compares them: dimensions then weigh by 1 / step^2.
 binary: the sign of each dimension; vectors are ranked by Hamming distance, ties stay ties.
 
-Three sides are measured: the student, its teacher, and, where the student is in the teacher's space, the asymmetric
-use of LEAF: the student encodes queries and first sentences, the teacher documents and second sentences. A student
-with a learned projection is measured behind it, in the teacher's space, and as `own` without it. `relative` is the
-share of that side's own score with all dimensions in float32; LEAF claims that a student's curves are its teacher's.
+Three sides are measured: the student, its teacher and, if the student is in the teacher's space, the asymmetric use of
+LEAF: the student encodes queries and first sentences, the teacher documents and second sentences. A student with a
+learned projection is measured after it, in the teacher's space, and as `own` without it. `relative` is the share of the
+same side's score with all dimensions in float32; LEAF claims that the curves of student and teacher are equal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +27,16 @@ from distill.analyses.base import Analysis, choice_option, names_option
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, Input, PairTask, Task, unit_rows
-from distill.evaluation.encoders import encode_all
 from distill.evaluation.evaluator import NINE, nine_tasks
 from distill.evaluation.retrieval import Retrieval, retrieval_tasks
 from distill.evaluation.task_file import read_task_file
+from distill.evaluation.vectors import TaskVectors
 
 PRECISIONS = ("float32", "int8", "binary")
 SMALLEST = 32
 
 Floats = npt.NDArray[np.float32]
-# The score of `(n, d)` queries against `(m, d)` documents whose dot products say how near they are.
+# The score of `(n, d)` queries against `(m, d)` documents that are compared by their dot products.
 Score = Callable[[Floats, Floats], float]
 
 
@@ -47,76 +47,72 @@ class Compression(Analysis):
     needs_tasks: ClassVar[bool] = True
 
     def __init__(self, *, tasks: Sequence[str] | None = None, split: str = "test", **options: Any) -> None:
-        """Choose the tasks.
-
+        """
         Args:
             tasks: of the nine, those over pairs; None is all six of them. `data` may also be a YAML file of tasks.
             split: "test" or "validation", of those tasks.
 
         Raises:
-            ConfigError: neither of them, no list of names, or a choice among tasks that are not given.
+            ConfigError: another split, not a list of names, or a choice among tasks that are not given.
         """
         super().__init__(**options)
         self.tasks = names_option("compression.tasks", tasks)
         self.split: str = choice_option("compression.split", split, ("test", "validation"))
-        of_nine = self.data is not None and not self.data.is_file()
-        if self.tasks and not of_nine:
-            raise ConfigError("compression.tasks chooses among the nine tasks; name the folder of their files (--data)")
-        if self.split != "test" and (not of_nine or self.retrieval is not None):
+        nine = self.data is not None and not self.data.is_file()
+        if self.tasks and not nine:
+            raise ConfigError("compression.tasks chooses among the nine tasks; name the folder of their files (`data`)")
+        if self.split != "test" and (not nine or self.retrieval is not None):
             raise ConfigError(
-                "compression.split chooses among files of the nine tasks in the folder of --data; a collection "
-                "(--retrieval) and a file of tasks have no such choice: leave out one or the other"
+                "compression.split chooses among the nine tasks' files in the folder `data`; it cannot be used with a "
+                "collection (`retrieval`) or a file of tasks"
             )
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
-        """`tasks`: of each its `curves` by side and precision, and `own`, as `scores_by_size` gives them.
+        """`tasks`: of each its `curves` by side and precision, and `own`, as `scores_by_size` returns them.
 
-        Every text is encoded once by either model; what the cache lacks of the teacher is asked of it and kept.
-        `teacher_prompt` is what the teacher got in front of each, queries too.
+        Each model encodes every text once; missing vectors of the teacher are encoded and stored in the cache.
+        `teacher_prompt` is the teacher's prompt, also for queries.
 
         Raises:
-            EvaluationError: files are missing or malformed, a task is not over pairs, or a model gives NaN or infinity.
+            EvaluationError: files are missing or malformed, a task is not over pairs, or a vector is NaN or infinite.
             NeedsNotMet: the run has several teachers.
             MissingRows: the cache lacks texts, and no teacher was named.
         """
         compared = [_compared(task) for task in self._tasks()]
-        inputs = [each for task in compared for side in (task.queries, task.documents) for each in side]
         model = run.load()
-        # The teacher first: what it lacks is said before the student has been waited for.
-        asked = self.teacher_encoder(run)
-        teacher = _encoded(dict.fromkeys((TEXT, QUERY, DOCUMENT), asked), inputs)
-        own = _encoded(dict.fromkeys((TEXT, QUERY, DOCUMENT), model.student), inputs)
+        # The teacher first: its missing vectors raise before the student has encoded anything.
+        teacher_encoder = self.teacher_encoder(run)
+        teacher, own = (self._encoded(encoder, compared) for encoder in (teacher_encoder, model.student))
         projection = model.objective.projection()
         weight = None if projection is None else projection.detach().float().numpy()
         result: list[dict[str, Any]] = []
-        for task in compared:
-            self.announce(f"compression on {task.name}")
-            mine, theirs = ([vectors(side) for side in (task.queries, task.documents)] for vectors in (own, teacher))
-            student = mine if weight is None else [side @ weight.T for side in mine]
-            sides = {"student": student, "teacher": theirs}
+        for number, (task, teacher_sides, own_sides) in enumerate(zip(compared, teacher, own, strict=True)):
+            self.progress("scoring compressed vectors", number, len(compared), task.name)
+            student = own_sides if weight is None else [side @ weight.T for side in own_sides]
+            sides = {"student": student, "teacher": teacher_sides}
             if weight is not None or model.objective.in_teacher_space:
-                sides["asymmetric"] = [student[0], theirs[1]]
+                sides["asymmetric"] = [student[0], teacher_sides[1]]
             curves = {
                 side: scores_by_size(queries, documents, task.score) for side, (queries, documents) in sides.items()
             }
             result.append({"task": task.name, "metric": task.metric, "curves": curves})
             if weight is not None:
-                result[-1]["own"] = scores_by_size(mine[0], mine[1], task.score)
-        return {"tasks": result, "projected": weight is not None, "teacher_prompt": asked.space.prompt}
+                result[-1]["own"] = scores_by_size(own_sides[0], own_sides[1], task.score)
+        return {"tasks": result, "projected": weight is not None, "teacher_prompt": teacher_encoder.space.prompt}
 
     @staticmethod
     def conclusion(result: Mapping[str, Any]) -> str:
         tasks = result["tasks"]
-        said, left_out = [], []
+        shares, excluded = [], []
         for side in tasks[0]["curves"]:
             by_task = {task["task"]: task["curves"][side] for task in tasks}
-            shareless = [name for name, curve in by_task.items() if curve["float32"][-1]["relative"] is None]
-            kept = [curve for name, curve in by_task.items() if name not in shareless]
-            said += [f"{side} {_kept(kept)}"] if kept else []
-            left_out += [f"{side} on {name}" for name in shareless]
-        text = f"Of its own score with all dimensions in float32, mean over {len(tasks)} tasks, each side keeps: "
-        text += f"{'; '.join(said) or 'nothing that can be said'}."
-        return text + (f" Left out, with a full score of 0 or below: {', '.join(left_out)}." if left_out else "")
+            without = [name for name, curve in by_task.items() if curve["float32"][-1]["relative"] is None]
+            curves = [curve for name, curve in by_task.items() if name not in without]
+            shares += [f"{side} {_shares(curves)}"] if curves else []
+            excluded += [f"{side} on {name}" for name in without]
+        text = f"Share of the same side's score with all dimensions in float32, mean over {len(tasks)} tasks: "
+        text += f"{'; '.join(shares) or 'undefined'}."
+        return text + (f" Excluded, with a full score of at most 0: {', '.join(excluded)}." if excluded else "")
 
     def _tasks(self) -> list[Task]:
         tasks: list[Task] = []
@@ -129,10 +125,23 @@ class Compression(Analysis):
             tasks += retrieval_tasks(self.retrieval)
         return tasks
 
+    def _encoded(self, encoder: Encoder, compared: Sequence["Compared"]) -> list[list[Floats]]:
+        """`(n, d)` vectors of the queries and `(m, d)` of the documents of each task."""
+        roles = dict.fromkeys((TEXT, QUERY, DOCUMENT), encoder)
+        inputs = {task.name: [*task.queries, *task.documents] for task in compared}
+        vectors = TaskVectors(roles, inputs, self.progress)
+        return [
+            [
+                vectors.of_task(task.name)([text for text, _ in side], side[0].role)
+                for side in (task.queries, task.documents)
+            ]
+            for task in compared
+        ]
+
 
 @dataclass(frozen=True)
 class Compared:
-    """A task whose score depends on how near one side's vectors are to the other's."""
+    """A task that compares queries with documents, or first sentences with second ones; each side has one role."""
 
     name: str
     metric: str
@@ -148,15 +157,14 @@ def _compared(task: Task) -> Compared:
         return Compared(task.name, task.metric, first, second, lambda a, b: task.rate(_row_products(a, b))[task.metric])
     if not isinstance(task, Retrieval):
         raise EvaluationError(
-            f"task {task.name!r} compares no vectors with one another; compression is measured on pairs, STS and "
-            "retrieval"
+            f"task {task.name!r} does not compare vectors; compression is measured on pairs, STS and retrieval"
         )
     queries, documents = list(task.collection.queries.values()), list(task.collection.documents.values())
     rows = [{text: row for row, text in enumerate(side)} for side in (queries, documents)]
 
-    def score(asked: Floats, stored: Floats) -> float:
+    def score(query_vectors: Floats, document_vectors: Floats) -> float:
         def vectors(texts: Sequence[str], role: str = TEXT, /) -> Floats:
-            side, places = (asked, rows[0]) if role == QUERY else (stored, rows[1])
+            side, places = (query_vectors, rows[0]) if role == QUERY else (document_vectors, rows[1])
             return side[[places[text] for text in texts]]
 
         return task.score(vectors)[task.metric]
@@ -175,29 +183,8 @@ def _row_products(first: Floats, second: Floats) -> npt.NDArray[np.float64]:
     return products
 
 
-def _encoded(encoders: Mapping[str, Encoder], inputs: Sequence[Input]) -> Callable[[Sequence[Input]], Floats]:
-    """Encode each distinct text once by each encoder; what is returned gives the `(n, d)` vectors of n inputs."""
-    rows: dict[int, dict[str, int]] = {id(encoder): {} for encoder in encoders.values()}
-    for text, role in inputs:
-        own = rows[id(encoders[role])]
-        own.setdefault(text, len(own))
-    by_id = {id(encoder): encoder for encoder in encoders.values()}
-    matrices = {key: encode_all(by_id[key], list(texts)) for key, texts in rows.items() if texts}
-    broken = sum(int(np.count_nonzero(~np.isfinite(matrix).all(1))) for matrix in matrices.values())
-    if broken:
-        raise EvaluationError(
-            f"{broken} of {len(set(inputs))} texts got vectors with NaN or infinity; check the weights"
-        )
-
-    def vectors(side: Sequence[Input]) -> Floats:
-        key = id(encoders[side[0].role])  # of one role throughout
-        return matrices[key][[rows[key][text] for text, _ in side]]
-
-    return vectors
-
-
-def _kept(curves: Sequence[Mapping[str, Any]]) -> str:
-    """Shares of the full score, mean over tasks: at about a quarter of the dimensions, in int8 and in binary."""
+def _shares(curves: Sequence[Mapping[str, Any]]) -> str:
+    """Mean shares of the full score: with about a quarter of the dimensions, in int8 and in binary."""
     dims = [point["dims"] for point in curves[0]["float32"]]
     quarter = max((place for place, size in enumerate(dims) if 4 * size <= dims[-1]), default=0)
     shares = {
@@ -225,10 +212,10 @@ def ranges_of(vectors: Floats) -> Floats:
 
 
 def quantize(vectors: Floats, precision: str, ranges: Floats) -> npt.NDArray[Any]:
-    """What is stored of `(n, d)` vectors: `(n, d)` float32 or int8, or `(n, ceil(d / 8))` uint8 of signs.
+    """Codes of `(n, d)` vectors: `(n, d)` float32 or int8, or `(n, ceil(d / 8))` uint8 of signs.
 
     Args:
-        ranges: of int8, see `ranges_of`; values outside are clipped.
+        ranges: for int8, see `ranges_of`; values outside are clipped.
     """
     from sentence_transformers.util.quantization import quantize_embeddings
 
@@ -239,14 +226,14 @@ def quantize(vectors: Floats, precision: str, ranges: Floats) -> npt.NDArray[Any
 
 
 def restore(codes: npt.NDArray[Any], precision: str, ranges: Floats) -> Floats:
-    """`(n, d)` vectors whose dot products say how near the stored ones are.
+    """`(n, d)` vectors that are compared by their dot products.
 
     Those are cosines in float32 and int8, and d - 2 times the Hamming distance in binary.
     """
     if precision == "float32":
         return codes
     if precision == "int8":
-        # A dimension that never varied has steps of 0: every code stands for its one value.
+        # A constant dimension has steps of 0: every code stands for its one value.
         steps = (ranges[1] - ranges[0]) / 255
         return unit_rows(ranges[0] + (codes.astype(np.float32) + 128.5) * steps).astype(np.float32)
     signs = np.unpackbits(codes, axis=1, count=ranges.shape[1])
@@ -256,19 +243,19 @@ def restore(codes: npt.NDArray[Any], precision: str, ranges: Floats) -> Floats:
 def scores_by_size(queries: npt.NDArray[Any], documents: npt.NDArray[Any], score: Score) -> dict[str, list[Any]]:
     """By precision, for each prefix: `dims`, `bytes` of a vector, `score`, `relative` to all dimensions in float32.
 
-    int8 also has `codes`, the score of its codes as they are. `relative` is None where the full score is 0 or below.
+    int8 also has `codes`, the score of the codes themselves. `relative` is None if the full score is at most 0.
 
     Args:
-        queries: `(n, d)` vectors, as they come.
+        queries: `(n, d)` vectors of any length.
         documents: `(m, d)`; int8 takes its ranges from them.
     """
     dims = queries.shape[1]
     curves: dict[str, list[Any]] = {precision: [] for precision in PRECISIONS}
     for size in prefixes(dims):
-        asked, stored = truncate(queries, size), truncate(documents, size)
-        ranges = ranges_of(stored)
+        cut_queries, cut_documents = truncate(queries, size), truncate(documents, size)
+        ranges = ranges_of(cut_documents)
         for precision in PRECISIONS:
-            pair = [quantize(side, precision, ranges) for side in (asked, stored)]
+            pair = [quantize(side, precision, ranges) for side in (cut_queries, cut_documents)]
             first, second = (restore(codes, precision, ranges) for codes in pair)
             point = {"dims": size, "bytes": pair[1].nbytes // len(pair[1]), "score": score(first, second)}
             if precision == "int8":

@@ -1,22 +1,21 @@
-"""Curvature: how sharp the minimum is that a run's checkpoints lie in.
+"""Curvature: how sharp the loss is at a run's checkpoints.
 
-On a fixed draw of training records in batches of `batch`, with L the mean over these batches of the run's own objective
-(all of its terms), w a checkpoint's weights and g_b the gradient of batch b,
+On a fixed sample of training records in batches of `batch`, with L the mean over these batches of the run's objective
+(all terms), w a checkpoint's weights and g_b the gradient of batch b,
 
     lambda   = largest eigenvalue of the Hessian of L at w     `distill.sharpness.hessian`, by two methods
     rise     = mean over batches of L_b(w + eps_b) - L_b(w),   eps_b = rho T^2 g_b / ||T g_b||
 
-with T = 1 for `sharpness` (SAM's) and T = |w| for `adaptive_sharpness` (ASAM's). A lambda grows as weights are made
-smaller where a normalisation undoes it, without the student being another; the adaptive rise does not. eps is found
-batch by batch, as training with SAM finds it, because the terms compare the texts of a batch.
+with T = 1 for `sharpness` (SAM's) and T = |w| for `adaptive_sharpness` (ASAM's). If weights before a normalization are
+scaled down, the student stays the same but lambda grows; the adaptive rise does not. eps is computed for each batch, as
+in training with SAM, because the terms compare the texts of a batch.
 
-`student` takes the student's parameters alone, the objective's projections held fixed; `with_heads` takes both.
-Everything is float32 without dropout, whatever the run was trained in. The two views of a text are then equal, so that
-a contrast of views only holds the texts apart, and they are encoded once. Objectives that train in stages are taken at
-their last one.
+`student` is over the student's parameters with the objective's projections fixed; `with_heads` is over both.
+Everything is computed in float32 without dropout. The two views of a text are then equal and encoded once: a
+contrastive term only separates the texts. Objectives that train in stages are in their last one.
 
-Published figures of lambda (TALAS, table 4: 30.2 to 17.4 for AdamW, 14.9 to 9.9 for ASAM) name neither loss, batch nor
-parameters: orders can be compared with them, sizes cannot.
+Published values of lambda (TALAS, table 4: 30.2 to 17.4 for AdamW, 14.9 to 9.9 for ASAM) name neither loss, batch nor
+parameters: their order can be compared, their size cannot.
 """
 
 import json
@@ -39,7 +38,7 @@ from distill.training.checkpoints import STATE, checkpoint_step
 from distill.training.trainer import Distillation
 
 SIDES = {"student": "of the student's parameters", "with_heads": "with the heads'"}
-# Two methods that differ by less than this share found the same.
+# Relative difference up to which the two methods agree.
 AGREED = 0.01
 
 Inputs = Mapping[str, Any]
@@ -64,22 +63,22 @@ class Curvature(Analysis):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Choose where and how closely to look.
+        """
 
         Args:
-            checkpoints: at most so many, spread evenly and the newest among them; None is all.
-            texts: training records of the loss; time and memory are in proportion.
-            batch: records a batch, from 2 on.
+            checkpoints: at most this many, evenly spread and with the newest; None is all.
+            texts: training records of the loss; time and memory are proportional.
+            batch: records per batch, at least 2.
             rho: radius of `sharpness`.
             adaptive_rho: radius of `adaptive_sharpness`.
-            heads: also give `with_heads`, which takes as long again.
-            differences: take products with the Hessian as differences of gradients from the start: as slow, in the
-                memory of one batch, and right to some 1e-4. Losses without a second derivative get them anyway.
-            iterations: of power iteration, at most.
-            seed: of the records and the start vectors.
+            heads: also compute `with_heads`, which doubles the time.
+            differences: compute Hessian-vector products as differences of gradients: equally slow, in the memory of one
+                batch, accurate to about 1e-4. Always used for losses without a second derivative.
+            iterations: at most, of power iteration.
+            seed: of the sample and the start vectors.
 
         Raises:
-            ConfigError: an option out of its range.
+            ConfigError: an option out of range.
         """
         super().__init__(**options)
         self.checkpoints = None if checkpoints is None else int_option("curvature.checkpoints", checkpoints, 1)
@@ -93,19 +92,21 @@ class Curvature(Analysis):
         self.seed = int_option("curvature.seed", seed, 0, LARGEST_SEED)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
-        """`loss` (what it is), `texts`, `batch`, and `points` with the figures of a checkpoint each.
+        """`loss` (its description), `texts`, `batch`, and `points` with the figures of a checkpoint each.
 
         Raises:
-            RunFolderError: it kept no checkpoint.
+            RunFolderError: no checkpoint was kept.
             EvaluationError: fewer than two training records.
-            NonFiniteLoss: the loss or its gradient is NaN or infinite somewhere.
+            NonFiniteLoss: the loss or its gradient is NaN or infinite.
         """
         points = []
-        for checkpoint in _spread(run.checkpoints(), self.checkpoints):
+        chosen = _evenly_spread(run.checkpoints(), self.checkpoints)
+        for number, checkpoint in enumerate(chosen):
+            self.progress("measuring curvature", number, len(chosen), checkpoint.name)
             model = run.load(checkpoint)
             batches = list(run.batches(model, self.texts, self.batch, self.seed))
             if not batches:
-                raise EvaluationError(f"{run.folder} has too few training records to measure its loss on; it takes 2")
+                raise EvaluationError(f"{run.folder} has fewer than 2 training records to measure its loss on")
             state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
             point = {
                 "step": checkpoint_step(checkpoint),
@@ -124,24 +125,24 @@ class Curvature(Analysis):
     @staticmethod
     def conclusion(result: Mapping[str, Any]) -> str:
         first, last = result["points"][0], result["points"][-1]
-        course = f", {_figures(first)} at step {first['step']:,}" if first is not last else ""
+        earlier = f", {_figures(first)} at step {first['step']:,}" if first is not last else ""
         adaptive, loss = last["adaptive_sharpness"], last["value"]
         text = (
-            f"{_figures(last)} at step {last['step']:,}{course}; there the worst point within an adaptive radius of "
+            f"{_figures(last)} at step {last['step']:,}{earlier}; there the worst point within an adaptive radius of "
             f"{adaptive['rho']:g} raises the loss of {loss:.4g} by {adaptive['rise']:.2g} "
             f"({100 * adaptive['relative']:.1f} %)."
         )
         return text[0].upper() + text[1:]
 
     def measure(self, model: Distillation, batches: Sequence[Inputs]) -> dict[str, Any]:
-        """The figures of a model; its weights are afterwards what they were, bit for bit.
+        """The figures of a model, whose weights are restored bit for bit.
 
         Args:
-            batches: arguments of `model`; with exact products the graphs of all their losses are kept.
+            batches: arguments of `model`; with exact products the graphs of all losses are in memory.
 
         Returns:
             `value` of the loss; `products`, "exact" or "differences"; `student` and `with_heads`, each with
-            `parameters`, `power` and `lanczos`, or None where there are none or the loss is flat along them;
+            `parameters`, `power` and `lanczos`, or None if there are none or the loss is flat along them;
             `sharpness` and `adaptive_sharpness` with `rho`, `rise` and `relative`, the rise as a share of the loss.
 
         Raises:
@@ -167,7 +168,7 @@ class Curvature(Analysis):
                 return found | {"products": "exact"} | self._eigenvalues(model, exact)
             except NonFiniteLoss:
                 del mean, exact
-                self.announce("the loss cannot be differentiated twice; taking differences of its gradients")
+                self.announce("the loss cannot be differentiated twice; using differences of its gradients")
         differences = GradientDifferences(lambda: (loss(inputs) for inputs in batches), model.parameters())
         return found | {"products": "differences"} | self._eigenvalues(model, differences)
 
@@ -193,7 +194,7 @@ class Curvature(Analysis):
         scaling: str,
         rho: float,
     ) -> dict[str, float]:
-        """Of the loss, at the worst point near the student's parameters."""
+        """Rise of the loss at the worst point near the student's parameters."""
         ascent = SharpnessAware(model.student.named_parameters(), scaling=scaling, rho=rho)
         before, rise = 0.0, 0.0
         for inputs in batches:
@@ -204,8 +205,8 @@ class Curvature(Analysis):
         return {"rho": rho, "rise": rise / len(batches), "relative": rise / before if before else 0.0}
 
 
-def _spread(checkpoints: Sequence[Path], count: int | None) -> list[Path]:
-    """At most `count` of them, evenly, the last one among them."""
+def _evenly_spread(checkpoints: Sequence[Path], count: int | None) -> list[Path]:
+    """At most `count` checkpoints, evenly spread and with the last one."""
     if count is None or count >= len(checkpoints):
         return list(checkpoints)
     places = np.linspace(len(checkpoints) - 1, 0, count).round().astype(int)
@@ -213,13 +214,13 @@ def _spread(checkpoints: Sequence[Path], count: int | None) -> list[Path]:
 
 
 def _figures(point: Mapping[str, Any]) -> str:
-    """The largest eigenvalues of a point, in words."""
-    said = [f"{_figure(point[side])} {name}" for side, name in SIDES.items() if point[side] is not None]
-    return f"largest eigenvalue {' and '.join(said)}" if said else "no curvature"
+    """The largest eigenvalues of a point, as text."""
+    known = [f"{_figure(point[side])} {name}" for side, name in SIDES.items() if point[side] is not None]
+    return f"largest eigenvalue {' and '.join(known)}" if known else "no curvature"
 
 
 def _figure(side: Mapping[str, Any]) -> str:
-    """What Lanczos found; what power iteration did too, where they differ by more than 1 %."""
+    """Lanczos's value, and that of power iteration if they differ by more than 1 %."""
     lanczos, power = side["lanczos"], side["power"]
     text = f"{'' if lanczos['converged'] else 'at least '}{lanczos['value']:.4g}"
     if abs(power["value"] - lanczos["value"]) > AGREED * abs(lanczos["value"]):

@@ -1,19 +1,18 @@
 """Map: a run's teacher and student vectors of the same texts as points of one plane.
 
-Both models' vectors are scaled to length 1. A student that lives in the teacher's space is drawn as it is: its own
-vectors, or those that its learned projection carries there. Any other has no place among the teacher's vectors, so
-the narrower vectors are pad with zeros and the student's are rotate by the orthogonal matrix that brings its
-vectors of other texts of the corpus nearest to the teacher's:
+Both models' vectors are scaled to length 1. A student in the teacher's space is drawn with its own vectors, or with
+those that its learned projection maps there. For any other student, the narrower vectors are padded with zeros and the
+student's are rotated by the orthogonal matrix that fits its vectors of other texts of the corpus to the teacher's:
 
     R = argmin over R^T R = I of ||S R - T||_F      (orthogonal Procrustes, Schonemann 1966)
 
 A rotation changes no cosine between two of the student's vectors. It is fitted to other texts than those on the map,
-since with no more texts than dimensions it can bring even unrelated vectors together.
+because with at most as many texts as dimensions it fits even unrelated vectors.
 
-The plane is t-SNE's (van der Maaten and Hinton 2008), of all points at once, begun from their two principal
-components and seeded, or those components themselves. t-SNE keeps neighbourhoods; far distances on it mean little.
-What is to be read off is therefore kept as figures too, in the full space: the distance of a text's two points beside
-that of two points of different texts, and how often a text's own point is the nearest.
+The plane is t-SNE's (van der Maaten and Hinton 2008) of all points, initialized with their first two principal
+components and seeded, or those components themselves. t-SNE preserves neighborhoods, not large distances. The result
+therefore also has distances in the full space: of a text's two vectors, of vectors of different texts, and how often a
+text's own vector is the nearest.
 """
 
 from collections.abc import Mapping
@@ -32,30 +31,29 @@ from teacher_cache.errors import optional_import
 METHODS = ("tsne", "pca")
 FEWEST_TEXTS = 4
 PERPLEXITY = 30.0
-# Letters of a text that are kept beside its points.
-SHOWN = 200
+# Characters of a text that are saved with its points.
+EXCERPT = 200
 
 Matrix = npt.NDArray[np.float64]
 
 
 class Map(Analysis):
-    """Draws texts that `sample_rows` gives twice: where the teacher and where the trained student put them."""
+    """Projects the teacher's and the trained student's vectors of the texts of `sample_rows` onto a plane."""
 
     name: ClassVar[str] = "map"
 
     def __init__(
         self, *, method: str = "tsne", texts: int = 256, fitted_on: int = 1024, seed: int = 0, **options: Any
     ) -> None:
-        """Choose the plane.
-
+        """
         Args:
             method: "tsne" or "pca".
-            texts: at most so many are drawn, from 4 on.
-            fitted_on: at most so many other texts that a rotation is fitted to, where one is needed.
+            texts: at most this many are drawn, at least 4.
+            fitted_on: at most this many other texts that a rotation is fitted to, if one is needed.
             seed: of t-SNE.
 
         Raises:
-            ConfigError: another method, or a number out of its range.
+            ConfigError: another method, or a number out of range.
         """
         super().__init__(**options)
         self.method: str = choice_option("map.method", method, METHODS)
@@ -64,7 +62,7 @@ class Map(Analysis):
         self.seed = int_option("map.seed", seed, 0, LARGEST_SEED)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
-        """`points` (x, y, of, text), `texts`, whether they were `held_out` of training, and the distances.
+        """`points` (x, y, of, text), `texts`, whether they were `held_out`, and the distances.
 
         Raises:
             EvaluationError: fewer than 4 texts.
@@ -74,25 +72,27 @@ class Map(Analysis):
         projection = model.objective.projection()
         rows, held_out = sample_rows(run, self.texts)
         texts = run.cache.texts(rows)
+        self.progress("encoding texts", 0, len(texts), "")
         student = unit_rows(model.student.encode(texts, projection=projection))
         teacher = unit_rows(run.space.gather(rows))
         fitted = 0
         if projection is not None:
-            brought = "its learned projection"
+            fit = "its learned projection"
         elif model.objective.in_teacher_space:
-            brought = "nothing: it was trained there"
+            fit = "nothing: it was trained there"
         else:
             others = self._others(run, rows)
             fitted = len(others)
-            brought = f"a rotation fitted to {fitted} other texts"
+            fit = f"a rotation fitted to {fitted} other texts"
             rotation = procrustes(
                 unit_rows(model.student.encode(run.cache.texts(others))), unit_rows(run.space.gather(others))
             )
             student, teacher = rotate(student, rotation), pad(teacher, len(rotation))
+        self.progress(f"projecting with {self.method}", 0, 0, "")
         plane = project(np.concatenate([teacher, student]), self.method, self.seed)
         return {
             "method": self.method,
-            "brought_by": brought,
+            "brought_by": fit,
             "fitted_on": fitted,
             "held_out": held_out,
             **distances(student, teacher),
@@ -100,22 +100,22 @@ class Map(Analysis):
                 {"x": x, "y": y, "of": "teacher" if place < len(rows) else "student", "text": place % len(rows)}
                 for place, (x, y) in enumerate(np.round(plane, 4).tolist())
             ],
-            "texts": [text[:SHOWN] for text in texts],
+            "texts": [text[:EXCERPT] for text in texts],
         }
 
     @staticmethod
     def conclusion(result: Mapping[str, Any]) -> str:
         return (
-            f"The student puts a text {result['same']:.2f} away from where the teacher puts it, and "
-            f"{result['random']:.2f} away from where the teacher puts another (unit vectors; brought together by "
-            f"{result['brought_by']}); of {len(result['texts'])} {'held-out' if result['held_out'] else 'training'} "
-            f"texts {100 * result['nearest']:.0f} % are nearest to their own teacher vector."
+            f"The distance of student and teacher vectors is {result['same']:.2f} for the same text and "
+            f"{result['random']:.2f} for different texts (unit vectors; aligned by {result['brought_by']}); of "
+            f"{len(result['texts'])} {'held-out' if result['held_out'] else 'training'} texts "
+            f"{100 * result['nearest']:.0f} % are nearest to their own teacher vector."
         )
 
     def _others(self, run: TrainedRun, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of the corpus that are not drawn."""
-        refused = np.array(sorted(run.space.quarantined()), dtype=np.int64)
-        others = np.setdiff1d(run.manifest.distinct_rows(run.cache.rows), np.union1d(rows, refused))
+        """Rows of the corpus to fit a rotation to: none of the drawn ones."""
+        quarantined = np.array(sorted(run.space.quarantined()), dtype=np.int64)
+        others = np.setdiff1d(run.manifest.distinct_rows(run.cache.rows), np.union1d(rows, quarantined))
         if not len(others):
             raise EvaluationError(
                 f"the student of {run.folder} is not in its teacher's space, and every text of the corpus is drawn: "
@@ -126,12 +126,12 @@ class Map(Analysis):
 
 
 def pad(vectors: Matrix, dims: int) -> Matrix:
-    """`(n, dims)`: zeros behind the `(n, d)` vectors, or themselves where they are as wide or wider."""
+    """`(n, dims)`: the `(n, d)` vectors padded with zeros; unchanged if d >= dims."""
     return np.pad(vectors, ((0, 0), (0, max(0, dims - vectors.shape[1]))))
 
 
 def procrustes(student: Matrix, teacher: Matrix) -> Matrix:
-    """`(d, d)` orthogonal matrix that turns the student's vectors onto the teacher's; d is the larger width.
+    """`(d, d)` orthogonal matrix that rotates the student's vectors onto the teacher's; d is the larger width.
 
     Args:
         student: `(n, d_s)`, and `teacher` `(n, d_T)`, of the same texts.
@@ -144,12 +144,12 @@ def procrustes(student: Matrix, teacher: Matrix) -> Matrix:
 
 
 def rotate(vectors: Matrix, rotation: Matrix) -> Matrix:
-    """`(n, d)`: the vectors, pad to the rotation's width d, times it."""
+    """`(n, d)`: the vectors, padded to the rotation's width d, times it."""
     return pad(vectors, len(rotation)) @ rotation
 
 
 def distances(student: Matrix, teacher: Matrix) -> dict[str, float]:
-    """How far a text's two points are apart, in the full space and not on the plane.
+    """Distances between student and teacher vectors in the full space.
 
     Returns:
         "same": mean Euclidean distance between a text's two vectors. "random": between one text's student vector and
@@ -164,7 +164,7 @@ def distances(student: Matrix, teacher: Matrix) -> dict[str, float]:
     """
     count = len(student)
     if count < FEWEST_TEXTS:
-        raise EvaluationError(f"a map is drawn of {FEWEST_TEXTS} texts or more; there are {count}")
+        raise EvaluationError(f"a map is drawn of at least {FEWEST_TEXTS} texts; there are {count}")
     cosines = student @ teacher.T
     apart = np.sqrt(np.maximum(2 - 2 * cosines, 0))
     own = np.diag(apart)
@@ -176,14 +176,14 @@ def distances(student: Matrix, teacher: Matrix) -> dict[str, float]:
 
 
 def project(points: Matrix, method: str, seed: int = 0) -> Matrix:
-    """`(m, 2)` places of m >= 8 points on one plane; the same for the same seed."""
+    """`(m, 2)` coordinates of m >= 8 points on one plane; the same for the same seed."""
     with optional_import("a map"):
         from sklearn.decomposition import PCA
         from sklearn.manifold import TSNE
     if method == "pca":
         plane: Matrix = PCA(n_components=2, svd_solver="full").fit_transform(points)
         return plane
-    # Neighbours that a point feels; there must be several times as many points.
+    # There must be several times as many points as the perplexity.
     perplexity = min(PERPLEXITY, (len(points) - 1) / 3)
     plane = TSNE(perplexity=perplexity, init="pca", random_state=seed, n_jobs=1).fit_transform(
         points.astype(np.float32)

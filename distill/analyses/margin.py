@@ -1,4 +1,4 @@
-"""Robustness margin: how much approximation error a student may keep and still score as its teacher does.
+"""Robustness margin: how large the approximation error of a student may be at the score of its teacher.
 
 Of every checkpoint c, with y(x) the teacher's and p(x) the student's unit vectors in the teacher's space of n held-out
 texts x:
@@ -7,9 +7,9 @@ texts x:
     score(c) = nDCG@10 with the teacher's documents and the student's queries, or Spearman over STS tasks
     margin   = (score of the teacher - intercept) / slope       of the least-squares line score ~ error
 
-the error at which the line reaches the teacher's score (LEAF, section "Robustness"). A margin above 0 says that vectors
-need not be the teacher's own to be as good for the task. As published, checkpoints of the first epoch of each cycle of
-the learning rate are shown and left out of the fit; where an epoch is most of a run, `skipped_epochs` leaves out less.
+the error at which the line reaches the teacher's score (LEAF, section "Robustness"). If it is above 0, vectors need not
+equal the teacher's to be as good for the task. As published, checkpoints of the first epoch of each cycle of the
+learning rate are excluded from the fit; `skipped_epochs` excludes fewer if an epoch is most of a run.
 """
 
 import json
@@ -32,48 +32,48 @@ from distill.training.checkpoints import STATE, checkpoint_step
 from distill.training.trainer import Distillation, ProjectedStudent
 from teacher_cache.errors import optional_import
 
-# A line through fewer checkpoints says nothing.
+# Fewest checkpoints that a line is fitted to.
 FEWEST_POINTS = 3
 
 
 class Margin(Analysis):
-    """Fits score against approximation error over a run's checkpoints; it wants a run that kept many of them."""
+    """Fits score against approximation error over the checkpoints of a run that kept many."""
 
     name: ClassVar[str] = "margin"
     needs_tasks: ClassVar[bool] = True
 
     def __init__(self, *, skipped_epochs: float = 1.0, **options: Any) -> None:
-        """Choose what the line is fitted to.
-
+        """
         Args:
-            skipped_epochs: epochs at the beginning of each cycle whose checkpoints are left out.
+            skipped_epochs: epochs at the beginning of each cycle whose checkpoints are excluded.
 
         Raises:
-            ConfigError: below 0, or no number.
+            ConfigError: below 0, or not a number.
         """
         super().__init__(**options)
         self.skipped_epochs = float_option("margin.skipped_epochs", skipped_epochs, least=0)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
-        """`points`, `fit`, `teacher_score`, `margin` and, where there is no margin, the `reason`.
+        """`points`, `fit`, `teacher_score`, `margin` and, if there is no margin, the `reason`.
 
         Raises:
             NeedsNotMet: the student is not in the teacher's space, or has several teachers.
-            EvaluationError: the run held no texts out, or a task's file is missing.
+            EvaluationError: the run has no held-out texts, or a task's file is missing.
         """
         rows = np.setdiff1d(run.held_out_rows(), np.array(sorted(run.space.quarantined()), dtype=np.int64))
         if not len(rows):
             raise EvaluationError(
-                f"{run.folder} held no texts out of training, on which the error is measured; train with "
-                "data.held_out above 0 on a corpus of at least 256 distinct texts"
+                f"{run.folder} has no held-out texts to measure the error on; train with data.held_out above 0 on a "
+                "corpus of at least 256 distinct texts"
             )
         texts, teacher = run.cache.texts(rows), run.space.gather(rows)
         checkpoints = run.checkpoints()
-        in_teacher_space(run.load(checkpoints[0]))  # refused before the teacher is asked for anything
+        in_teacher_space(run.load(checkpoints[0]))  # raises before the teacher encodes anything
         scores = _Scores(self, run)
         teacher_score = scores.teacher()
         points = []
-        for checkpoint in checkpoints:
+        for number, checkpoint in enumerate(checkpoints):
+            self.progress("scoring checkpoints", number, len(checkpoints), checkpoint.name)
             student = in_teacher_space(run.load(checkpoint))
             epoch, skipped = self._place(checkpoint, run)
             point = {
@@ -86,7 +86,7 @@ class Margin(Analysis):
             self.announce(f"step {point['step']:,}: error {point['error']:.4f}, {scores.metric} {point['score']:.2f}")
             points.append(point)
         exported = (run.record.get("exported") or {}).get("step")
-        stand = next((point for point in points if point["step"] == exported), points[-1])
+        final = next((point for point in points if point["step"] == exported), points[-1])
         return {
             "metric": scores.metric,
             "task": scores.task,
@@ -94,11 +94,11 @@ class Margin(Analysis):
             "teacher_prompt": scores.teacher_prompt,
             "skipped_epochs": self.skipped_epochs,
             **fit_margin(points, teacher_score),
-            **{f"student_{key}": stand[key] for key in ("step", "error", "score")},
+            **{f"student_{key}": final[key] for key in ("step", "error", "score")},
         }
 
     def _place(self, checkpoint: Path, run: TrainedRun) -> tuple[float, bool]:
-        """Epochs done at a checkpoint, and whether the fit leaves it out."""
+        """Epochs done at a checkpoint, and whether it is excluded from the fit."""
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         step, steps, epoch = state["global_step"], state["max_steps"], state["epoch"]
         training = run.config.training
@@ -109,12 +109,12 @@ class Margin(Analysis):
     @staticmethod
     def conclusion(result: Mapping[str, Any]) -> str:
         what = f"{result['metric']} on {result['task']}"
-        stand = (
+        student = (
             f"the student of step {result['student_step']:,} has an error of {result['student_error']:.3f} and "
             f"{result['student_score']:.2f} {what}"
         )
         if result["margin"] is None:
-            return f"No margin: {result['reason']}; {stand}, the teacher {result['teacher_score']:.2f}."
+            return f"No margin: {result['reason']}; {student}, the teacher {result['teacher_score']:.2f}."
         fit, fitted = result["fit"], sum(point["fitted"] for point in result["points"])
         reached = (
             f"the line reaches the teacher's {result['teacher_score']:.2f} at an error of {result['margin']:.3f}"
@@ -123,15 +123,15 @@ class Margin(Analysis):
         )
         return (
             f"Over {fitted} checkpoints each 0.01 of error costs {-fit['slope'] / 100:.2f} {what} "
-            f"(r2 {fit['r2']:.2f}); {reached}; {stand}."
+            f"(r2 {fit['r2']:.2f}); {reached}; {student}."
         )
 
 
 def in_teacher_space(model: Distillation) -> ProjectedStudent:
-    """The student, its vectors carried into its teacher's space where they are not in it already.
+    """The student with vectors in its teacher's space, projected if necessary.
 
     Raises:
-        NeedsNotMet: they lie in a space of their own.
+        NeedsNotMet: the student has a space of its own.
     """
     projection = model.objective.projection()
     if projection is None and not model.objective.in_teacher_space:
@@ -148,13 +148,13 @@ def approximation_error(student: npt.NDArray[Any], teacher: npt.NDArray[Any]) ->
 
 
 def fit_margin(points: Sequence[Mapping[str, Any]], teacher_score: float) -> dict[str, Any]:
-    """The line through those points that are `fitted`, and where it reaches the teacher's score.
+    """The line through the points that are `fitted`, and where it reaches the teacher's score.
 
     Args:
         points: each with `error`, `score` and `fitted`.
 
     Returns:
-        `points`, `fit` (`slope`, `intercept`, `r2`, None where there is no line), `teacher_score`, `margin`, and with a
+        `points`, `fit` (`slope`, `intercept`, `r2`, None if there is no line), `teacher_score`, `margin`, and with a
         `margin` of None the `reason`.
     """
     with optional_import("fitting the margin"):
@@ -163,35 +163,35 @@ def fit_margin(points: Sequence[Mapping[str, Any]], teacher_score: float) -> dic
     fitted = [(point["error"], point["score"]) for point in points if point["fitted"]]
     if len(fitted) < FEWEST_POINTS:
         return found | {
-            "reason": f"{len(fitted)} of {len(points)} checkpoints lie behind the epochs that are skipped, and a line "
-            f"needs {FEWEST_POINTS}: keep more by training.save_steps and .save_total_limit, or skip less by "
+            "reason": f"{len(fitted)} of {len(points)} checkpoints are after the skipped epochs, and a line needs "
+            f"{FEWEST_POINTS}: keep more with training.save_steps and .save_total_limit, or skip less with "
             "margin.skipped_epochs"
         }
     errors, scores = zip(*fitted, strict=True)
     if len(set(errors)) < 2:
         return found | {"reason": f"all {len(fitted)} checkpoints have the same error, {errors[0]:.4f}"}
     line = linregress(errors, scores)
-    # Scores that are all equal have no spread to explain, and SciPy no correlation of them.
+    # The correlation of equal scores is undefined.
     r2 = float(line.rvalue**2) if len(set(scores)) > 1 else 0.0
     found["fit"] = {"slope": float(line.slope), "intercept": float(line.intercept), "r2": r2}
     if line.slope >= 0:
-        return found | {"reason": "the score does not fall where the error grows"}
+        return found | {"reason": "the score does not fall with a growing error"}
     return found | {"margin": float((teacher_score - line.intercept) / line.slope)}
 
 
 class _Scores:
-    """The task of a margin: its name and metric, the teacher's score, and a student's beside the teacher."""
+    """Scores of the teacher, and of students with the teacher's documents, on the task of a margin."""
 
-    def __init__(self, asked: Margin, run: TrainedRun) -> None:
-        # Asked as for training, queries too: with no error left the student's queries are these very vectors.
-        self._teacher = asked.teacher_encoder(run)
+    def __init__(self, analysis: Margin, run: TrainedRun) -> None:
+        # Queries too are encoded as in training: those of a student without error are equal.
+        self._teacher = analysis.teacher_encoder(run)
         self.teacher_prompt = self._teacher.space.prompt
-        if asked.retrieval is not None:
+        if analysis.retrieval is not None:
             self._student_tasks, self._teacher_tasks = (
-                [task] for task in retrieval_tasks(asked.retrieval, ["asymmetric", "teacher"])
+                [task] for task in retrieval_tasks(analysis.retrieval, ["asymmetric", "teacher"])
             )
         else:
-            self._student_tasks = self._teacher_tasks = _sts_tasks(asked.data)
+            self._student_tasks = self._teacher_tasks = _sts_tasks(analysis.data)
         self.metric = self._student_tasks[0].metric
         self.task = ", ".join(task.name for task in self._student_tasks)
 
@@ -205,10 +205,10 @@ class _Scores:
 
 def _sts_tasks(data: Path | None) -> list[Task]:
     names = [name for name, (kind, _) in NINE.items() if kind == "sts"]
-    there = [name for name in names if data is not None and (data / f"{name}_test.csv").is_file()]
-    if data is None or not there:
-        raise EvaluationError(f"{data}: no {', '.join(f'{name}_test.csv' for name in names)}; one of them is needed")
-    return nine_tasks(data, there)
+    present = [name for name in names if data is not None and (data / f"{name}_test.csv").is_file()]
+    if data is None or not present:
+        raise EvaluationError(f"{data}: no {', '.join(f'{name}_test.csv' for name in names)}; at least one is needed")
+    return nine_tasks(data, present)
 
 
 def _mean(report: Report) -> float:
@@ -218,7 +218,7 @@ def _mean(report: Report) -> float:
 def in_skipped_epochs(
     step: int, steps: int, steps_an_epoch: float, cycles: int = 1, warmup: int = 0, skipped_epochs: float = 1.0
 ) -> bool:
-    """Whether the step, counted from 1, is in the first epochs of a cycle; the first cycle begins with the warm-up."""
+    """Whether the step, from 1, is in the first epochs of a cycle; the first cycle starts with the warm-up."""
     length = (steps - warmup) / cycles
     # A step that ends a cycle belongs to it.
     done = max(0, int(np.ceil((step - warmup) / length)) - 1) if length > 0 else 0

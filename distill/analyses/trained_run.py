@@ -1,4 +1,4 @@
-"""A run folder opened to look into: its student and objective at any checkpoint, beside what its teacher said."""
+"""A trained run opened for analysis: student and objective at any checkpoint, and the teacher's vectors."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,16 +24,16 @@ from teacher_cache.table.cache import TeacherCache
 
 
 class TrainedRun:
-    """A run that has checkpoints, its cache open for reading; close it, or use it in a `with`.
+    """A run with checkpoints, its cache open for reading; close it, or use it as a context manager.
 
-    Nothing is written, and torch's own random numbers stay where they are. No teacher is loaded, but by `batches` where
-    the run had one online.
+    Nothing is written, and the state of torch's random generator is preserved. A teacher is loaded only by `batches`,
+    if the run had one online.
 
     Attributes:
-        folder: of the run.
-        config: with space and corpus as the run had them.
-        record: what `run.json` says.
-        targets: the teacher's side.
+        folder: the run folder.
+        config: with the space and corpus of the run.
+        record: contents of `run.json`.
+        targets: the teacher's outputs for the objective.
         manifest: the corpus it was trained on.
     """
 
@@ -51,8 +51,8 @@ class TrainedRun:
         ):
             if record[what]["fingerprint"] != found:
                 raise RunFolderError(
-                    f"{folder} was trained with the {what} {record[what]['fingerprint']}, but {cache.path} has {found} "
-                    "under its name by now; the run cannot be looked into without the one it had"
+                    f"{folder} was trained with the {what} {record[what]['fingerprint']}, but {cache.path} now has "
+                    f"{found} under its name; the run cannot be analyzed with another one"
                 )
 
     @classmethod
@@ -60,25 +60,25 @@ class TrainedRun:
         """The run of a folder and its cache.
 
         Args:
-            cache: where it lies by now; None is where the run's record says.
-            trust_remote_code: run code that comes with the run's models. What its settings say does not count: a run
-                folder may be somebody else's.
+            cache: its folder; None is the one in the run's record.
+            trust_remote_code: run code that comes with the run's models. The run's own setting is not enough: a run
+                folder may come from somebody else.
 
         Raises:
-            RunFolderError: no run is there, its cache is not, or its space or corpus is another by now.
+            RunFolderError: the folder is not a run, its cache is missing, or its space or corpus has changed.
         """
         folder = Path(folder)
         record = read_record(folder)
         if record is None:
-            raise RunFolderError(f"{folder} holds no run ({RECORD} is missing); name what `distill run` wrote")
+            raise RunFolderError(f"{folder} is not a run folder ({RECORD} is missing); name one of `distill run`")
         config = with_recorded_names(folder, RunConfig.load(folder / CONFIG))
-        # Settings name the cache as seen from where the run was started, the record by its whole path.
+        # The path in the settings may be relative to where the run was started; the record has the absolute one.
         place = str(cache or record["cache"])
         try:
             table = TeacherCache.open(place)
         except CacheNotFound as error:
             raise RunFolderError(
-                f"{folder} was trained on the cache {place}, which is not there; if it was moved, name it with --cache"
+                f"{folder} was trained on the cache {place}, which is missing; if it was moved, name it (`cache`)"
             ) from error
         try:
             trusted = config.student.trust_remote_code and trust_remote_code
@@ -102,20 +102,18 @@ class TrainedRun:
         self.cache.close()
 
     def checkpoints(self) -> list[Path]:
-        """The whole ones, by step.
+        """The complete ones, by step.
 
         Raises:
-            RunFolderError: there is none.
+            RunFolderError: there are none.
         """
         found = complete_checkpoints(self.folder, self.record.get("processes", 1))
         if not found:
-            raise RunFolderError(f"{self.folder} has no whole checkpoint; train with training.save_total_limit >= 1")
+            raise RunFolderError(f"{self.folder} has no complete checkpoint; train with training.save_total_limit >= 1")
         return found
 
     def load(self, checkpoint: Path | None = None) -> Distillation:
-        """Student and objective at a checkpoint; float32, on the CPU, in evaluation mode.
-
-        By default at that of the exported student, which validation may have chosen, else at the newest.
+        """Student and objective at a checkpoint, by default the exported one; float32, on the CPU, in evaluation mode.
 
         Raises:
             RunFolderError: there is no checkpoint, or it does not fit the run.
@@ -134,11 +132,11 @@ class TrainedRun:
         return model.eval()
 
     def initial(self) -> Distillation:
-        """What training began with: the student before the first step, and projections as random as they were.
+        """Student and objective before the first step, with the same random projections.
 
         Raises:
-            RunFolderError: the model it began with is another by now.
-            StudentError: it is not there any more.
+            RunFolderError: the model that training started from has changed.
+            StudentError: it is missing.
         """
         student = Student.load(self.config.student)
         self._require("weights", student)
@@ -146,16 +144,16 @@ class TrainedRun:
         return self._distillation(student).eval()
 
     def held_out_rows(self) -> npt.NDArray[np.int64]:
-        """Ascending rows of the texts that the run did not train on."""
+        """Ascending rows of the held-out texts."""
         objective = build_objective(self.config, student_shape(self._any_student()), self.targets)
         return self._held_out(self.targets.skipped_rows(objective))
 
     def batches(self, model: Distillation, texts: int, size: int = 32, seed: int = 0) -> Iterator[dict[str, Any]]:
-        """Batches of training records as the run's trainer makes them, a fixed random draw; arguments of `model`.
+        """Batches of a random sample of training records, as the run's trainer makes them; arguments of `model`.
 
         Args:
-            texts: records that are drawn, at most as many as there are.
-            size: records a batch; a last one of a single record is left out, for losses that compare texts.
+            texts: records in the sample, at most all.
+            size: records per batch; a last batch of a single record is dropped, as losses compare texts.
         """
         objective = model.objective
         skipped = self.targets.skipped_rows(objective)
@@ -173,24 +171,24 @@ class TrainedRun:
         exported = [path for path in found if checkpoint_step(path) == step]
         if not exported:
             raise RunFolderError(
-                f"{self.folder} exported the student of step {step}, whose checkpoint is not there any more; it has "
-                f"those of {', '.join(str(checkpoint_step(path)) for path in found)}"
+                f"{self.folder} exported the student of step {step}, whose checkpoint is missing; it has those of"
+                f" {', '.join(str(checkpoint_step(path)) for path in found)}"
             )
         return exported[0]
 
     def _require(self, what: str, student: Student) -> None:
-        """Refuse a student with another digest than the run began with."""
+        """Check that a student has the digest of the one that training started from."""
         known = self.record["student"][what]
         if student.digests[what] != known:
             raise RunFolderError(
-                f"{self.folder} began with the student of {what} {known}, but {student.name} has "
-                f"{student.digests[what]} by now"
+                f"{self.folder} was trained from the student of {what} {known}, but {student.name} now has "
+                f"{student.digests[what]}"
             )
 
     def _any_student(self) -> StudentConfig:
-        """A student of the run's shape and tokenizer: the model that it began with may lie elsewhere by now.
+        """A student of the run's shape and tokenizer; the model that training started from may have been moved.
 
-        The exported one serves, unless a projection was exported with it, which no student has.
+        It is the exported one, unless a projection was exported with it, which students do not have.
         """
         if is_finished(self.folder) and not self.config.export.projection:
             return replace(self.config.student, model=str(self.folder / FINAL))
@@ -198,7 +196,7 @@ class TrainedRun:
 
     def _distillation(self, student: Student) -> Distillation:
         with torch.random.fork_rng():
-            torch.manual_seed(self.config.training.seed)  # as `run` seeds before the first random weight
+            torch.manual_seed(self.config.training.seed)  # as `run` seeds it before the first random weight
             return Distillation(student, build_objective(self.config, student.shape, self.targets))
 
     def _held_out(self, skipped: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

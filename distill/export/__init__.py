@@ -1,4 +1,4 @@
-"""Formats a trained student can leave in: one file a format, one line in the table."""
+"""Export formats of a trained student: one file and one line in the table each."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -7,15 +7,15 @@ from typing import Any
 from distill.errors import ConfigError
 from teacher_cache.errors import optional_import
 
-# name -> "module:function"; the function takes (student, projection, normalize, folder, texts), writes `folder`
-# and returns the smallest cosine between its vectors and the trainer's on `texts`.
+# Name -> "module:function"; the function takes (student, projection, normalize, folder, texts), writes `folder` and
+# returns the smallest cosine between its vectors and the trained student's on `texts`.
 EXPORTS: dict[str, str] = {
     "sentence_transformer": "distill.export.sentence_transformer:export",
 }
 
 
 def load_export(name: str) -> Callable[..., float]:
-    """The function behind a name of `EXPORTS`, or behind "package.module:function".
+    """The export function of a name in `EXPORTS`, or "package.module:function".
 
     Raises:
         ConfigError: no such format.

@@ -1,23 +1,23 @@
-"""The model card of an exported student: what it is, which space its vectors live in, with what figures."""
+"""The model card of an exported student: model, space, training and agreement with the teacher."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def model_card(record: Mapping[str, Any]) -> str:
-    """README.md for a `final/` folder, from the record that the run keeps in `run.json`.
+    """README.md of a `final/` folder, from the record in `run.json`.
 
     Args:
         record: `student`, `space`, `corpus`, `objective`, `sharpness`, `training`, `export`, `agreement`, `validation`,
             `exported`, `versions`, as `distill.runs.run` writes them.
     """
     space, corpus, student = record["space"], record["corpus"], record["student"]
-    lives_in = (
-        f"The vectors ({space['dims']} numbers) live in the teacher's space `{space['slug']}`: they can be "
-        "compared with the teacher's own."
+    vectors = (
+        f"The vectors ({space['dims']} dimensions) are in the teacher's space `{space['slug']}`: they can be compared "
+        "with the teacher's."
         if record["in_teacher_space"]
-        else f"The vectors ({student['dim']} numbers) live in the student's own space, which was shaped "
-        f"after the teacher's `{space['slug']}`; do not compare them with the teacher's vectors."
+        else f"The vectors ({student['dim']} dimensions) are in the student's own space, trained on the teacher's "
+        f"`{space['slug']}`; they cannot be compared with the teacher's vectors."
     )
     lines = [
         "---",
@@ -28,7 +28,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         "",
         f"# {student['name']} distilled from {space['teacher']}",
         "",
-        lives_in,
+        vectors,
         "",
         "```python",
         "from sentence_transformers import SentenceTransformer",
@@ -61,14 +61,13 @@ def model_card(record: Mapping[str, Any]) -> str:
         figures = agreement["before"]
         names = {"before": "before training", "after": "after", "projected": "after, projected"}
         lines += [
-            f"Agreement of the student's own vectors with the teacher's on {figures['texts']} texts that were not "
-            "trained on:",
+            f"Agreement of the student's own vectors with the teacher's on {figures['texts']} held-out texts:",
             "",
             f"| | {' | '.join(names[name] for name in columns)} |",
             f"|---|{'---|' * len(columns)}",
             _row("Spearman of pairwise cosines", [agreement[name]["spearman"] for name in columns]),
             _row(
-                f"Overlap of the {figures['neighbours']} nearest neighbours", [agreement[n]["overlap"] for n in columns]
+                f"Overlap of the {figures['neighbours']} nearest neighbors", [agreement[n]["overlap"] for n in columns]
             ),
             "",
         ]
@@ -78,7 +77,7 @@ def model_card(record: Mapping[str, Any]) -> str:
 
 
 def _method(record: Mapping[str, Any]) -> str:
-    """Objective with what was chosen of it, and sharpness."""
+    """Objective with its options, and sharpness."""
     objective, sharpness = record["objective"], record["sharpness"]
     preset = f", preset {objective['preset']}" if objective.get("preset") else ""
     options = "".join(f", {name} {value}" for name, value in (objective.get("options") or {}).items())
@@ -86,7 +85,7 @@ def _method(record: Mapping[str, Any]) -> str:
 
 
 def _chosen(record: Mapping[str, Any]) -> list[str]:
-    """The step whose student this is, where validation chose it."""
+    """The step of the exported student, if validation chose it."""
     validation, step = record.get("validation"), (record.get("exported") or {}).get("step")
     if not validation or validation["keep"] != "best":
         return []

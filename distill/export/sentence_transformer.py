@@ -1,7 +1,6 @@
-"""A sentence-transformers folder: Transformer, Pooling, the learned projection if wanted, Normalize.
+"""Export as a sentence-transformers folder: Transformer, Pooling, optionally the learned projection, Normalize.
 
-The folder is loaded back and compared with the trainer's own vectors before it takes its name: what is
-deployed is what was trained, or there is no folder.
+The folder is loaded and its vectors are compared with the trained student's before it gets its final name.
 """
 
 import inspect
@@ -20,7 +19,7 @@ from distill.student.student import Student
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.loading import loading
 
-# Cosine below which an exported vector is not the trained one; float32 kernels differ by less than 1e-6.
+# Smallest cosine between an exported and a trained vector; float32 kernels differ by less than 1e-6.
 MIN_COSINE = 0.9999
 LENGTH_TOLERANCE = 0.01
 POOLING_MODES = {"mean": "mean", "cls": "cls", "last_token": "lasttoken"}
@@ -29,18 +28,18 @@ POOLING_MODES = {"mean": "mean", "cls": "cls", "last_token": "lasttoken"}
 def export(
     student: Student, projection: torch.Tensor | None, normalize: bool, folder: Path, texts: Sequence[str]
 ) -> float:
-    """Write `folder`, replacing an older one only when the new one has passed its check.
+    """Write `folder`; an older one is replaced only if the new one passes the check.
 
     Args:
         projection: `(d_T, d_s)` weight of a bias-free Dense module, None to leave it out.
-        normalize: end with unit length.
-        texts: on which the loaded folder must give the trainer's vectors; about 50.
+        normalize: add a Normalize module.
+        texts: about 50, on which the loaded folder must reproduce the trained student's vectors.
 
     Returns:
         The smallest cosine between an exported and a trained vector.
 
     Raises:
-        ExportError: a vector differs; nothing is replaced, the failed folder stays beside for a look.
+        ExportError: a vector differs; nothing is replaced, and the new folder is kept as `NAME.writing`.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -51,7 +50,7 @@ def export(
             _write(student, projection, normalize, writing)
             loaded = SentenceTransformer(str(writing), device="cpu", local_files_only=True)
     except TeacherError as error:
-        raise ExportError(f"the exported student does not load again: {error}") from error
+        raise ExportError(f"the exported student cannot be loaded: {error}") from error
     exported = np.asarray(loaded.encode(list(texts), convert_to_numpy=True, show_progress_bar=False))
     trained = expected_vectors(student, projection, normalize, texts)
     lengths = np.linalg.norm(exported, axis=1) * np.linalg.norm(trained, axis=1)
@@ -59,7 +58,7 @@ def export(
     same_length = np.allclose(np.linalg.norm(exported, axis=1), np.linalg.norm(trained, axis=1), rtol=LENGTH_TOLERANCE)
     if not (worst >= MIN_COSINE and same_length):
         raise ExportError(
-            f"the exported student gives other vectors than the trained one: smallest cosine {worst:.6f} "
+            f"the exported student has other vectors than the trained one: smallest cosine {worst:.6f} "
             f"over {len(texts)} texts, expected at least {MIN_COSINE}, lengths "
             f"{'equal' if same_length else 'differ'}; see {writing}"
         )
@@ -71,7 +70,7 @@ def export(
 def expected_vectors(
     student: Student, projection: torch.Tensor | None, normalize: bool, texts: Sequence[str]
 ) -> npt.NDArray[np.float32]:
-    """What the exported folder must give for `texts`, computed by the student that was trained."""
+    """The vectors of `texts` that the exported folder must reproduce, from the trained student."""
     vectors = student.encode(texts, projection=projection)
     return torch.nn.functional.normalize(torch.from_numpy(vectors), dim=-1).numpy() if normalize else vectors
 
@@ -83,9 +82,9 @@ def _write(student: Student, projection: torch.Tensor | None, normalize: bool, f
     encoder = folder.with_name(f"{folder.name}.encoder")
     shutil.rmtree(encoder, ignore_errors=True)
     student.save_encoder(encoder)
-    # A pooler that the student was trained without would come back with random weights.
-    switch = "add_pooling_layer" in inspect.signature(type(student.encoder)).parameters
-    options = {"add_pooling_layer": False} if switch else {}
+    # A pooler that the student was trained without would be loaded with random weights.
+    optional_pooler = "add_pooling_layer" in inspect.signature(type(student.encoder)).parameters
+    options = {"add_pooling_layer": False} if optional_pooler else {}
     modules: list[Any] = [
         Transformer(str(encoder), max_seq_length=student.max_length, model_kwargs=options),
         Pooling(student.shape.dim, POOLING_MODES[student.pooling]),
@@ -100,10 +99,11 @@ def _write(student: Student, projection: torch.Tensor | None, normalize: bool, f
     prompts = {"prompts": {"default": student.prompt}, "default_prompt_name": "default"} if student.prompt else {}
     model = SentenceTransformer(modules=modules, device="cpu", **prompts)
     model.save_pretrained(str(folder), create_model_card=False)
-    if options:  # for whoever loads the folder; the library honours the key and does not write it
+    if options:  # the library reads this key but does not write it
         path = folder / "sentence_bert_config.json"
         record = json.loads(path.read_text(encoding="utf-8")) | {"model_args": options}
         path.write_text(json.dumps(record, indent=2), encoding="utf-8")
     shutil.rmtree(encoder)
+    # safetensors writes files that only their owner can read.
     for weights in folder.rglob("*.safetensors"):
-        weights.chmod((folder / "modules.json").stat().st_mode)  # its library lets nobody but the writer read them
+        weights.chmod((folder / "modules.json").stat().st_mode)

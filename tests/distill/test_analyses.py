@@ -1,4 +1,4 @@
-"""Analyses are found by name, take their options, and keep their answers in the run folder."""
+"""Analyses: names, options, and results in the run folder."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ MINE = f"{__name__}:Steps"
 
 
 class Steps(Analysis):
-    """How many steps a run took, and as many more as wanted."""
+    """The number of steps of a run, plus `more`."""
 
     name: ClassVar[str] = "steps"
 
@@ -66,39 +66,39 @@ def finished(tmp_path_factory: pytest.TempPathFactory, toy_cache: Path, tiny_stu
 
 
 @pytest.mark.parametrize("name", ANALYSES)
-def test_every_name_of_the_table_is_an_analysis_of_that_name(name: str) -> None:
+def test_every_name_in_the_table_is_that_of_its_analysis(name: str) -> None:
     kind = load_class(name, ANALYSES, "analysis", Analysis)  # type: ignore[type-abstract]
     assert kind.name == name
 
 
-def test_an_analysis_of_ones_own_is_kept_and_read_back(finished: Path) -> None:
+def test_the_result_of_a_custom_analysis_is_saved(finished: Path) -> None:
     records = analyze(finished, [MINE], options={MINE: {"more": 3}})
     assert records[MINE]["result"] == {"steps": 5}
     assert records[MINE]["conclusion"] == "It took 5 steps."
     assert records[MINE]["step"] == 2
     assert kept(finished) == {"steps": records[MINE]}
     analyze(finished, [MINE])
-    assert kept(finished)["steps"]["result"] == {"steps": 2}  # the newest answer, in place of the older
+    assert kept(finished)["steps"]["result"] == {"steps": 2}  # the newer result replaced the older
 
 
-def test_an_unknown_option_names_the_nearest(finished: Path) -> None:
+def test_an_unknown_option_is_an_error_with_the_nearest_name(finished: Path) -> None:
     with pytest.raises(ConfigError, match="has no option 'mre'; did you mean more"):
         analyze(finished, [MINE], options={MINE: {"mre": 3}})
 
 
-def test_options_for_what_is_not_asked_are_refused(finished: Path) -> None:
-    with pytest.raises(ConfigError, match="'curvature', which is not among the analyses"):
+def test_options_of_an_analysis_that_is_not_run_are_an_error(finished: Path) -> None:
+    with pytest.raises(ConfigError, match="'curvature', which is not one of the analyses"):
         analyze(finished, [MINE], options={"curvature": {"texts": 3}})
-    with pytest.raises(ConfigError, match="names no option of it"):
+    with pytest.raises(ConfigError, match="names no option of the analysis"):
         analyze(finished, [MINE], options={MINE: 3})  # type: ignore[dict-item]
 
 
-def test_an_analysis_on_tasks_says_where_they_should_come_from(finished: Path) -> None:
-    with pytest.raises(ConfigError, match="say with --data or --retrieval"):
+def test_an_analysis_on_tasks_needs_their_folder(finished: Path) -> None:
+    with pytest.raises(ConfigError, match="`data` or `retrieval`"):
         analyze(finished, [f"{__name__}:Scored"])
 
 
-def test_an_answer_that_is_not_finite_is_not_kept(finished: Path) -> None:
+def test_a_result_that_is_not_finite_is_not_saved(finished: Path) -> None:
     before = kept(finished)
     with pytest.raises(EvaluationError, match="NaN or infinite"):
         analyze(finished, [f"{__name__}:Endless"])
@@ -114,13 +114,13 @@ def test_an_answer_that_is_not_finite_is_not_kept(finished: Path) -> None:
         (f"{__name__}:Path", "must name a subclass"),
     ],
 )
-def test_a_name_that_is_none_is_told(finished: Path, name: str, message: str) -> None:
+def test_an_unknown_name_is_an_error(finished: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         analyze(finished, [name])
 
 
-def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="holds no run"):
+def test_a_folder_that_is_not_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="is not a run folder"):
         analyze(tmp_path, [MINE])
 
 
@@ -137,29 +137,29 @@ REFUSED = f"{__name__}:Refused"
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table has an analysis that the run cannot give before one that it can."""
+    """A table with an analysis that does not apply to the run before one that does."""
     monkeypatch.setattr("distill.analyses.base.ANALYSES", {"refused": REFUSED, "steps": MINE})
 
 
-def test_what_a_run_cannot_give_is_left_out_with_the_reason_where_nothing_is_named(finished: Path, table: None) -> None:
+def test_analyses_that_do_not_apply_are_skipped_with_the_reason_unless_named(finished: Path, table: None) -> None:
     said: list[str] = []
     records = analyze(finished, announce=said.append)
     assert list(records) == ["steps"]
-    assert any("refused of" in line and "is left out: the run has no such thing" in line for line in said)
+    assert any("refused of" in line and "is skipped: the run has no such thing" in line for line in said)
 
 
-def test_what_is_named_and_cannot_be_given_is_an_error(finished: Path, table: None) -> None:
+def test_a_named_analysis_that_does_not_apply_is_an_error(finished: Path, table: None) -> None:
     with pytest.raises(NeedsNotMet, match="no such thing"):
         analyze(finished, ["refused", "steps"])
 
 
-def test_a_run_that_can_give_nothing_is_an_error(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_an_error_if_no_analysis_applies(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distill.analyses.base.ANALYSES", {"refused": REFUSED})
     with pytest.raises(NeedsNotMet, match="no such thing"):
         analyze(finished)
 
 
-def test_a_broken_answer_is_an_error_even_where_nothing_is_named(
+def test_a_result_that_is_not_finite_is_an_error_without_names_too(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distill.analyses.base.ANALYSES", {"steps": MINE, "endless": f"{__name__}:Endless"})
@@ -168,12 +168,12 @@ def test_a_broken_answer_is_an_error_even_where_nothing_is_named(
 
 
 @pytest.mark.parametrize("flag", ["data", "retrieval"])
-def test_files_that_are_not_there_are_no_refusal_of_the_run(finished: Path, flag: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"--{flag} .*is not there"):
+def test_missing_folders_are_an_error_without_names_too(finished: Path, flag: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"`{flag}` is .*does not exist"):
         analyze(finished, **{flag: tmp_path / "nowhere"})
 
 
-def test_the_command_prints_what_was_made_before_an_analysis_failed(finished: Path) -> None:
+def test_the_command_prints_the_results_before_an_analysis_that_failed(finished: Path) -> None:
     asked = ["analyze", str(finished), "--analyses", f"{MINE},{REFUSED}"]
     said = CliRunner().invoke(main, asked)
     assert said.exit_code == 1
@@ -190,10 +190,10 @@ def test_the_command_prints_the_runs_before_the_one_that_failed(finished: Path, 
     said = CliRunner().invoke(main, ["analyze", str(finished), str(tmp_path / "broken"), "--analyses", MINE])
     assert said.exit_code == 1
     assert f"{finished}: {MINE}: It took 2 steps." in said.stdout
-    assert "holds no run" in said.stderr
+    assert "is not a run folder" in said.stderr
 
 
-def test_the_command_tells_an_error_of_every_run_once(finished: Path, tmp_path: Path) -> None:
+def test_the_command_prints_an_error_of_all_runs_once(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "copy")
     asked = ["analyze", str(tmp_path / "copy"), str(finished), "--analyses", MINE, "--set", f"{MINE}.mre=1"]
     said = CliRunner().invoke(main, asked)
@@ -202,26 +202,26 @@ def test_the_command_tells_an_error_of_every_run_once(finished: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("value", ["many", -3, 2.0, True, None, 9])
-def test_a_count_is_a_whole_number_in_its_range(value: Any) -> None:
+def test_an_int_option_is_a_whole_number_in_its_range(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"map\.texts is .*; expected a whole number from 1 to 8"):
         int_option("map.texts", value, 1, 8)
     assert int_option("map.texts", 8, 1, 8) == 8
 
 
 @pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), True, None, 0, [1]])
-def test_a_radius_is_a_finite_number_above_nothing(value: Any) -> None:
+def test_a_float_option_is_a_finite_number_in_its_range(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"curvature\.rho is .*; expected a number above 0"):
         float_option("curvature.rho", value, above=0)
-    assert float_option("curvature.rho", "1e-4", above=0) == 1e-4  # as YAML gives it
+    assert float_option("curvature.rho", "1e-4", above=0) == 1e-4  # as YAML reads it
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
-def test_a_flag_is_true_or_false(value: Any) -> None:
+def test_a_choice_option_is_one_of_its_values(value: Any) -> None:
     with pytest.raises(ConfigError, match="expected one of true, false"):
         choice_option("curvature.heads", value, (True, False))
 
 
-def test_a_list_of_names_may_be_a_comma_list() -> None:
+def test_a_names_option_may_be_a_comma_list() -> None:
     assert names_option("compression.tasks", "stsb") == ["stsb"]
     assert names_option("compression.tasks", "stsb, mrpc") == ["stsb", "mrpc"]
     assert names_option("compression.tasks", None) is None

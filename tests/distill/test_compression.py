@@ -1,4 +1,4 @@
-"""Scores of shortened and quantised vectors."""
+"""Scores of truncated and quantized vectors."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def units(vectors: Any) -> Any:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def test_prefixes_are_powers_of_two_and_the_whole() -> None:
+def test_prefixes_are_powers_of_two_and_all_dimensions() -> None:
     assert prefixes(768) == [32, 64, 128, 256, 512, 768]
     assert prefixes(64) == [32, 64]
     assert prefixes(33) == [32, 33]
@@ -60,7 +60,7 @@ def test_prefixes_are_powers_of_two_and_the_whole() -> None:
     assert prefixes(16) == [16]
 
 
-def test_a_prefix_is_cut_before_it_is_scaled() -> None:
+def test_vectors_are_truncated_before_they_are_scaled() -> None:
     vectors = np.array([[3.0, 4.0, 12.0], [0.0, 0.0, 5.0]], dtype=np.float32)
     found = truncate(vectors, 2)
     assert found.dtype == np.float32
@@ -76,13 +76,13 @@ def test_int8_has_255_steps_from_the_smallest_to_the_largest_value() -> None:
     assert codes.tolist() == [[-128, -128], [127, 127], [-126, -127], [-128, 127]]  # the last is clipped
 
 
-def test_int8_is_that_of_sentence_transformers() -> None:
+def test_int8_codes_equal_those_of_sentence_transformers() -> None:
     documents, queries = random(120, 40), random(9, 40)
     expected = quantize_embeddings(queries, "int8", calibration_embeddings=documents)
     assert np.array_equal(quantize(queries, "int8", ranges_of(documents)), expected)
 
 
-def test_a_code_stands_for_a_value_at_most_half_a_step_away() -> None:
+def test_a_restored_value_is_at_most_half_a_step_away() -> None:
     vectors = units(random(200, 24))
     ranges = ranges_of(vectors)
     steps = (ranges[1] - ranges[0]) / 255
@@ -92,7 +92,7 @@ def test_a_code_stands_for_a_value_at_most_half_a_step_away() -> None:
     np.testing.assert_allclose(restore(codes, "int8", ranges), units(values), atol=1e-6)
 
 
-def test_a_dimension_that_never_varies_keeps_its_value() -> None:
+def test_a_constant_dimension_is_restored_exactly() -> None:
     documents = random(30, 4)
     documents[:, 1], documents[:, 3] = 0.25, 0.0
     ranges = ranges_of(documents)
@@ -102,7 +102,7 @@ def test_a_dimension_that_never_varies_keeps_its_value() -> None:
     np.testing.assert_allclose(restored, units(documents), atol=0.05)
 
 
-def test_a_lone_document_is_stored_as_itself() -> None:
+def test_a_single_document_is_restored_exactly() -> None:
     document = truncate(random(1, 8), 8)
     ranges = ranges_of(document)
     for precision in ("float32", "int8"):
@@ -127,7 +127,7 @@ def test_binary_ranks_by_hamming_distance_and_keeps_ties(sides: tuple[Any, Any])
     assert np.array_equal(first @ second.T, dims - 2 * np.array(hamming))
 
 
-def test_bytes_are_those_of_one_stored_vector() -> None:
+def test_bytes_are_of_one_stored_vector() -> None:
     curves = scores_by_size(random(3, 300), random(5, 300), lambda a, b: 1.0)
     assert {precision: [(p["dims"], p["bytes"]) for p in points] for precision, points in curves.items()} == {
         "float32": [(32, 128), (64, 256), (128, 512), (256, 1024), (300, 1200)],
@@ -136,7 +136,7 @@ def test_bytes_are_those_of_one_stored_vector() -> None:
     }
 
 
-def test_all_dimensions_in_float32_score_as_the_vectors_do() -> None:
+def test_all_dimensions_in_float32_score_like_the_vectors() -> None:
     first, second = random(40, 48), random(40, 48)
     curves = scores_by_size(first, second, mean_cosine)
     expected = mean_cosine(units(first), units(second))
@@ -146,7 +146,7 @@ def test_all_dimensions_in_float32_score_as_the_vectors_do() -> None:
     )
 
 
-def test_the_ranges_of_int8_are_the_documents_and_count_for_queries_too() -> None:
+def test_int8_uses_the_ranges_of_the_documents_for_queries_too() -> None:
     queries, documents = 3 * random(40, 40), random(60, 40)
     asked, stored = units(queries[:, :32]), units(documents[:, :32])
     low, high = stored.min(0), stored.max(0)
@@ -159,11 +159,11 @@ def test_the_ranges_of_int8_are_the_documents_and_count_for_queries_too() -> Non
     expected = 100 * (as_they_are[0] @ as_they_are[1].T).max(1).mean()
     assert curves["int8"][0]["codes"] == pytest.approx(expected, abs=0.05)
     assert "codes" not in curves["float32"][0]
-    # Ranges of the queries would give other codes.
+    # Ranges of the queries would result in other codes.
     assert not np.array_equal(quantize(asked, "int8", ranges_of(asked)), codes[0] - 128)
 
 
-def test_relative_is_the_share_of_ones_own_full_score() -> None:
+def test_relative_is_the_share_of_the_same_sides_full_score() -> None:
     given_scores = iter([40.0, 30.0, 28.0, 20.0, 50.0, 49.0, 48.0, 60.0])
     curves = scores_by_size(random(3, 40), random(3, 40), lambda a, b: next(given_scores))
     assert [(p["score"], p["relative"]) for p in curves["float32"]] == [(40, 0.8), (50, 1)]
@@ -172,12 +172,12 @@ def test_relative_is_the_share_of_ones_own_full_score() -> None:
 
 
 @pytest.mark.parametrize("full_score", [0.0, -4.0])
-def test_of_a_full_score_that_is_not_above_0_there_is_no_share(full_score: float) -> None:
+def test_relative_is_none_if_the_full_score_is_not_above_0(full_score: float) -> None:
     curves = scores_by_size(random(3, 8), random(3, 8), lambda a, b: full_score)
     assert [points[0]["relative"] for points in curves.values()] == [None, None, None]
 
 
-def test_the_conclusion_leaves_out_tasks_without_a_share_and_says_so() -> None:
+def test_the_conclusion_excludes_tasks_without_a_share_and_names_them() -> None:
     halved = iter([40.0, 20.0, 20.0, 20.0])
     good = scores_by_size(random(3, 8), random(3, 8), lambda a, b: next(halved))
     bad = scores_by_size(random(3, 8), random(3, 8), lambda a, b: -4.0)
@@ -186,18 +186,18 @@ def test_the_conclusion_leaves_out_tasks_without_a_share_and_says_so() -> None:
         {"task": "sick", "curves": {"student": bad, "teacher": good}},
     ]
     said = Compression.conclusion({"tasks": tasks})
-    assert said.count("50.0 % in int8") == 2  # and no mean with 0 % of the student on sick
-    assert said.endswith("Left out, with a full score of 0 or below: student on sick.")
+    assert said.count("50.0 % in int8") == 2  # not a mean with 0 % of the student on sick
+    assert said.endswith("Excluded, with a full score of at most 0: student on sick.")
     assert "student nothing" not in said
     nothing = Compression.conclusion({"tasks": [{"task": "sick", "curves": {"student": bad}}]})
-    assert "nothing that can be said" in nothing
+    assert "undefined" in nothing
 
 
 def test_options_that_choose_among_tasks_are_checked(tmp_path: Path) -> None:
     assert Compression(data=tmp_path, tasks="stsb").tasks == ["stsb"]
     with pytest.raises(ConfigError, match=r"compression\.split is 'dev'; expected one of test, validation"):
         Compression(data=tmp_path, split="dev")
-    with pytest.raises(ConfigError, match=r"compression\.split chooses .*\(--retrieval\)"):
+    with pytest.raises(ConfigError, match=r"compression\.split chooses .*\(`retrieval`\)"):
         Compression(data=tmp_path, retrieval=tmp_path, split="validation")
     with pytest.raises(ConfigError, match=r"compression\.tasks chooses among the nine"):
         Compression(retrieval=tmp_path, tasks=["stsb"])
@@ -218,7 +218,7 @@ def write_collection(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, toy_cache: Path, tiny_student: Path) -> Path:
-    """Runs "leaf" and "rkd" on a cache of their own, which evaluations may fill; tasks and a collection."""
+    """Runs "leaf" and "rkd" on a cache that evaluations may fill, with tasks and a collection."""
     folder = tmp_path_factory.mktemp("compressed")
     shutil.copytree(toy_cache, folder / "cache")
     for name in ("leaf", "rkd"):
@@ -233,7 +233,7 @@ def asked(made: Path, **options: Any) -> Compression:
 
 
 class InTeacherSpace:
-    """A run's student behind its projection, scaled to length 1."""
+    """A run's student with its projection, scaled to length 1."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -250,7 +250,7 @@ def toy() -> Any:
     return load_teacher(resolve_dtype(resolve(TeacherOptions(model="toy"))))
 
 
-def test_the_full_scores_of_a_run_are_those_of_an_evaluation(made: Path) -> None:
+def test_the_full_scores_of_a_run_equal_those_of_an_evaluation(made: Path) -> None:
     with TrainedRun.open(made / "leaf") as trained:
         result = asked(made)(trained)
         model = trained.load()
@@ -268,7 +268,7 @@ def test_the_full_scores_of_a_run_are_those_of_an_evaluation(made: Path) -> None
             for side, scores in expected.items():
                 found = task["own"] if side == "own" else task["curves"][side]
                 assert full(found) == pytest.approx(scores[task["task"]].score, abs=0.01)
-        # Asymmetric: the student says the first sentence, the teacher the second.
+        # Asymmetric: the student encodes the first sentence, the teacher the second.
         pairs = evaluator.tasks[0].pairs  # type: ignore[attr-defined]
         first = InTeacherSpace(model).encode([pair.first for pair in pairs])
         second = units(toy().encode([pair.second for pair in pairs]))
@@ -288,7 +288,7 @@ def test_the_full_scores_of_a_run_are_those_of_an_evaluation(made: Path) -> None
     assert all(f"{side} " in said for side in ("student", "teacher", "asymmetric"))
 
 
-def test_retrieval_scores_are_those_of_its_three_modes(made: Path) -> None:
+def test_retrieval_scores_equal_those_of_the_three_modes(made: Path) -> None:
     with TrainedRun.open(made / "leaf") as trained:
         result = asked(made, data=None, tasks=None, retrieval=made / "beir")(trained)
         student, teacher = InTeacherSpace(trained.load()), toy()
@@ -301,7 +301,7 @@ def test_retrieval_scores_are_those_of_its_three_modes(made: Path) -> None:
         assert full(task["curves"][mode]) == pytest.approx(score.score, abs=0.01)
 
 
-def test_the_teacher_is_asked_as_for_training_whatever_its_files_name_for_queries(
+def test_the_teacher_encodes_as_in_training_also_if_its_files_name_a_query_prompt(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distill.evaluation.encoders.prompts_of", lambda options: {"query": "search: "})
@@ -336,12 +336,10 @@ def test_every_text_is_encoded_once_for_all_tasks_and_sizes(made: Path, monkeypa
     assert len(seen) == len(set(seen)) == len({*varied_texts(60, 1), *varied_texts(26, seed=8)})
 
 
-def test_texts_that_the_cache_lacks_are_kept_and_without_a_teacher_refused(
-    made: Path, toy_cache: Path, tmp_path: Path
-) -> None:
+def test_missing_texts_are_stored_and_an_error_without_a_teacher(made: Path, toy_cache: Path, tmp_path: Path) -> None:
     write_tasks(tmp_path / "data", seed=77)
     with TrainedRun.open(made / "leaf") as trained:
-        with pytest.raises(MissingRows, match="--teacher"):
+        with pytest.raises(MissingRows, match="`teacher`"):
             asked(made, data=tmp_path / "data", teacher=None)(trained)
         said: list[str] = []
         first = asked(made, data=tmp_path / "data", announce=said.append)(trained)
@@ -349,19 +347,19 @@ def test_texts_that_the_cache_lacks_are_kept_and_without_a_teacher_refused(
         assert asked(made, data=tmp_path / "data", teacher=None)(trained) == first
 
 
-def test_tasks_without_two_sides_and_no_tasks_at_all_are_refused(made: Path, tmp_path: Path) -> None:
+def test_tasks_without_two_sides_and_no_tasks_are_an_error(made: Path, tmp_path: Path) -> None:
     for part in ("train", "test"):
         (tmp_path / f"emotion_{part}.csv").write_text("text,label\nthe cat,0\nthe sea,1\n")
     with (
         TrainedRun.open(made / "leaf") as trained,
-        pytest.raises(EvaluationError, match="'emotion' compares no vectors"),
+        pytest.raises(EvaluationError, match="'emotion' does not compare vectors"),
     ):
         asked(made, data=tmp_path, tasks=["emotion"])(trained)
-    with pytest.raises(ConfigError, match="--data or --retrieval"):
+    with pytest.raises(ConfigError, match="`data` or `retrieval`"):
         Compression()
 
 
-def test_a_student_that_gives_no_numbers_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_student_with_nan_vectors_is_an_error(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Student, "encode", lambda self, texts, **options: np.full((len(texts), 16), np.nan, np.float32))
     with TrainedRun.open(made / "leaf") as trained, pytest.raises(EvaluationError, match="60 of 60 texts"):
         asked(made)(trained)

@@ -1,4 +1,4 @@
-"""A run's checkpoints are given the curvature of their own loss, and nothing is changed by looking."""
+"""The curvature of the loss at a run's checkpoints."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def mean_loss(model: Distillation, batches: list[dict[str, Any]]) -> Tensor:
 
 
 def sharpest(model: Distillation, batches: list[dict[str, Any]], parameters: list[Tensor]) -> float:
-    """The largest eigenvalue by ARPACK on differences of gradients, the whole of both views encoded."""
+    """The largest eigenvalue by ARPACK on differences of gradients, with both views encoded."""
     sizes = [parameter.numel() for parameter in parameters]
 
     def product(vector: np.ndarray[Any, Any], step: float = 1e-3) -> np.ndarray[Any, Any]:
@@ -76,9 +76,7 @@ def sharpest(model: Distillation, batches: list[dict[str, Any]], parameters: lis
     return float(values[0])
 
 
-def test_the_eigenvalues_are_those_of_the_mean_loss_over_the_batches(
-    model: Distillation, batches: list[dict[str, Any]]
-) -> None:
+def test_eigenvalues_are_of_the_mean_loss_over_the_batches(model: Distillation, batches: list[dict[str, Any]]) -> None:
     found = Curvature(iterations=300).measure(model, batches)
     student, everything = list(model.student.parameters()), list(model.parameters())
     for side, parameters in (("student", student), ("with_heads", everything)):
@@ -90,9 +88,7 @@ def test_the_eigenvalues_are_those_of_the_mean_loss_over_the_batches(
     assert found["with_heads"]["parameters"] > found["student"]["parameters"]
 
 
-def test_differences_of_gradients_find_what_exact_products_do(
-    model: Distillation, batches: list[dict[str, Any]]
-) -> None:
+def test_differences_of_gradients_agree_with_exact_products(model: Distillation, batches: list[dict[str, Any]]) -> None:
     exact = Curvature(iterations=1, heads=False).measure(model, batches)
     differences = Curvature(iterations=1, heads=False, differences=True).measure(model, batches)
     assert (exact["products"], differences["products"]) == ("exact", "differences")
@@ -109,12 +105,12 @@ def test_a_loss_without_a_second_derivative_is_measured_by_differences(
         found = Curvature(announce=said.append, **QUICK)(trained)["points"][0]
     assert found["products"] == "differences"
     assert found["student"]["lanczos"]["value"] > 0
-    assert found["with_heads"] is None  # RKD owns none
+    assert found["with_heads"] is None  # RKD has none
     assert "cannot be differentiated twice" in said[0]
 
 
 @pytest.mark.parametrize(("kind", "method", "rho"), [("sharpness", "sam", 0.05), ("adaptive_sharpness", "asam", 0.5)])
-def test_the_rise_is_that_of_training_with_sharpness_batch_by_batch(
+def test_the_rise_equals_that_of_training_with_sharpness(
     model: Distillation, batches: list[dict[str, Any]], kind: str, method: str, rho: float
 ) -> None:
     found = Curvature(**QUICK).measure(model, batches)[kind]
@@ -132,7 +128,7 @@ def test_the_rise_is_that_of_training_with_sharpness_batch_by_batch(
     assert found["rise"] > 0
 
 
-def test_looking_leaves_the_weights_bit_for_bit(model: Distillation, batches: list[dict[str, Any]]) -> None:
+def test_measuring_restores_the_weights_bit_for_bit(model: Distillation, batches: list[dict[str, Any]]) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     Curvature(**QUICK).measure(model, batches)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -140,7 +136,7 @@ def test_looking_leaves_the_weights_bit_for_bit(model: Distillation, batches: li
 
 
 def texts_encoded(model: Distillation, inputs: dict[str, Any]) -> tuple[int, dict[str, Tensor]]:
-    """How many the student was asked for, and the terms."""
+    """The number of texts that the student encoded, and the terms."""
     asked: list[int] = []
     hook = model.student.register_forward_pre_hook(lambda module, given: asked.append(len(given[0])))
     with torch.no_grad():
@@ -149,7 +145,7 @@ def texts_encoded(model: Distillation, inputs: dict[str, Any]) -> tuple[int, dic
     return sum(asked), terms
 
 
-def test_two_views_without_dropout_are_encoded_once_and_give_the_same_terms(
+def test_two_views_without_dropout_are_encoded_once_with_the_same_terms(
     model: Distillation, batches: list[dict[str, Any]]
 ) -> None:
     once, terms = texts_encoded(model, batches[0])
@@ -189,7 +185,7 @@ def test_fewer_checkpoints_are_spread_and_end_with_the_newest(finished: Path, co
     assert all(point["with_heads"] is None for point in found["points"])
 
 
-def test_what_did_not_converge_is_not_said_to_be_more_than_a_lower_bound(finished: Path) -> None:
+def test_an_eigenvalue_that_did_not_converge_is_reported_as_a_lower_bound(finished: Path) -> None:
     with TrainedRun.open(finished) as trained:
         found = Curvature(checkpoints=1, **QUICK)(trained)
     assert not found["points"][0]["student"]["power"]["converged"]
@@ -198,12 +194,12 @@ def test_what_did_not_converge_is_not_said_to_be_more_than_a_lower_bound(finishe
 
 
 @pytest.mark.parametrize("option", ["checkpoints", "texts", "batch", "iterations", "rho", "adaptive_rho"])
-def test_an_option_out_of_its_range_is_refused(option: str) -> None:
+def test_an_option_out_of_range_is_an_error(option: str) -> None:
     with pytest.raises(ConfigError, match=rf"curvature\.{option} is 0; expected"):
         Curvature(**{option: 0})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("option", ["seed", "heads", "differences"])
-def test_an_option_that_is_something_else_is_refused(option: str) -> None:
+def test_an_option_of_another_type_is_an_error(option: str) -> None:
     with pytest.raises(ConfigError, match=rf"curvature\.{option} is 'x'; expected"):
         Curvature(**{option: "x"})  # type: ignore[arg-type]

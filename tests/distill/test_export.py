@@ -25,7 +25,7 @@ def student(tiny_student: Path) -> Student:
     loaded = Student.load(StudentConfig(model=str(tiny_student), max_length=12))
     with torch.no_grad():
         for parameter in loaded.parameters():
-            parameter.mul_(1.25)  # trained, that is: no longer what the folder holds
+            parameter.mul_(1.25)  # as if trained: unlike the weights in the folder
     return loaded
 
 
@@ -40,7 +40,7 @@ def encode(folder: Path, texts: list[str] = TEXTS) -> np.ndarray:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last_token"])
-def test_the_folder_gives_the_trained_vectors(tiny_student: Path, tmp_path: Path, pooling: str) -> None:
+def test_the_folder_has_the_trained_vectors(tiny_student: Path, tmp_path: Path, pooling: str) -> None:
     student = Student.load(StudentConfig(model=str(tiny_student), pooling=pooling))
     worst = export(student, None, True, tmp_path / "final", TEXTS)
     assert worst > 1 - 1e-6
@@ -55,12 +55,12 @@ def test_a_model_that_pads_on_the_left_is_exported_too(tmp_path: Path) -> None:
     assert export(student, None, True, tmp_path / "final", TEXTS) > 1 - 1e-6
 
 
-def test_without_unit_length_the_lengths_are_kept(student: Student, tmp_path: Path) -> None:
+def test_without_normalize_the_lengths_are_preserved(student: Student, tmp_path: Path) -> None:
     export(student, None, False, tmp_path / "final", TEXTS)
     assert np.abs(encode(tmp_path / "final") - student.encode(TEXTS)).max() < 1e-5
 
 
-def test_with_the_projection_the_vectors_lie_in_the_teachers_space(student: Student, tmp_path: Path) -> None:
+def test_with_the_projection_the_vectors_are_in_the_teachers_space(student: Student, tmp_path: Path) -> None:
     weight = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
     export(student, torch.nn.Parameter(weight), True, tmp_path / "final", TEXTS)
     expected = normalize(torch.from_numpy(student.encode(TEXTS)) @ weight.T, dim=-1).numpy()
@@ -69,7 +69,7 @@ def test_with_the_projection_the_vectors_lie_in_the_teachers_space(student: Stud
     assert np.abs(vectors - expected).max() < 1e-5
 
 
-def test_length_and_prompt_go_with_the_model(student: Student, tmp_path: Path) -> None:
+def test_maximum_length_and_prompt_are_exported(student: Student, tmp_path: Path) -> None:
     student.prompt = "the old "
     export(student, None, True, tmp_path / "final", TEXTS)
     model = load(tmp_path / "final")
@@ -77,11 +77,11 @@ def test_length_and_prompt_go_with_the_model(student: Student, tmp_path: Path) -
     assert model.default_prompt_name == "default"
     assert model.prompts["default"] == "the old "
     plain = Student.load(StudentConfig(model=str(tmp_path / "final")))
-    assert (plain.max_length, plain.pooling) == (12, "mean")  # a student can be the next one's start
+    assert (plain.max_length, plain.pooling) == (12, "mean")  # a student can be the start of another run
     assert np.allclose(plain.encode(["the old sea"]), student.encode(["sea"]), atol=1e-5)
 
 
-def test_no_weight_is_exported_that_was_not_trained(
+def test_untrained_weights_are_not_exported(
     student: Student, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def files() -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def test_no_weight_is_exported_that_was_not_trained(
     assert "pooler" not in captured.out + captured.err
 
 
-def test_weights_are_as_readable_as_the_rest(student: Student, tmp_path: Path) -> None:
+def test_weights_have_the_permissions_of_the_other_files(student: Student, tmp_path: Path) -> None:
     projection = torch.eye(student.shape.dim)
     export(student, projection, True, tmp_path / "final", TEXTS)
     files = [path for path in (tmp_path / "final").rglob("*") if path.is_file()]
@@ -110,13 +110,13 @@ def test_weights_are_as_readable_as_the_rest(student: Student, tmp_path: Path) -
     assert len({path.stat().st_mode for path in files}) == 1
 
 
-def test_exporting_is_silent(student: Student, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_export_prints_nothing(student: Student, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     export(student, None, True, tmp_path / "final", TEXTS)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
 
 
-def test_a_folder_that_gives_other_vectors_is_refused_and_the_older_one_stays(
+def test_other_vectors_are_an_error_and_the_older_folder_is_kept(
     student: Student, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(student, None, True, tmp_path / "final", TEXTS)
@@ -136,7 +136,7 @@ def test_a_folder_that_gives_other_vectors_is_refused_and_the_older_one_stays(
     assert not (tmp_path / "final.writing").exists()
 
 
-def test_vectors_of_another_length_are_refused(
+def test_vectors_of_another_length_are_an_error(
     student: Student, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distill.export import sentence_transformer
@@ -148,11 +148,11 @@ def test_vectors_of_another_length_are_refused(
     assert not (tmp_path / "final").exists()
 
 
-def test_a_folder_that_does_not_load_is_one_line(
+def test_a_folder_that_cannot_be_loaded_is_an_error(
     student: Student, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(student, "save_encoder", lambda folder: folder.mkdir())
-    with pytest.raises(ExportError, match=r"^the exported student does not load again: [^\n]*$"):
+    with pytest.raises(ExportError, match=r"^the exported student cannot be loaded: [^\n]*$"):
         export(student, None, True, tmp_path / "final", TEXTS)
 
 
@@ -189,20 +189,20 @@ def card(**change: Any) -> str:
     return model_card(record | change)
 
 
-def test_the_card_says_which_space_the_vectors_live_in() -> None:
-    assert "16 numbers) live in the student's own space" in card()
-    assert "32 numbers) live in the teacher's space" in card(in_teacher_space=True)
+def test_the_card_names_the_space_of_the_vectors() -> None:
+    assert "16 dimensions) are in the student's own space" in card()
+    assert "32 dimensions) are in the teacher's space" in card(in_teacher_space=True)
     assert "`toy@12345678`" in card()
     for part in ("tiny distilled from toy", "4,000 records", "2,310 steps", "1.5 M", "seed 42", "torch 2.13"):
         assert part in card()
 
 
-def test_the_card_shows_agreement_before_and_after_where_it_was_measured() -> None:
+def test_the_card_has_agreement_before_and_after_training() -> None:
     assert "Agreement" not in card()
     before = {"spearman": 0.5, "overlap": 0.25, "neighbours": 10, "texts": 256}
     text = card(agreement={"before": before, "after": before | {"spearman": 0.75, "overlap": 0.5}, "projected": None})
     assert "| Spearman of pairwise cosines | 0.5000 | 0.7500 |" in text
-    assert "| Overlap of the 10 nearest neighbours | 0.2500 | 0.5000 |" in text
+    assert "| Overlap of the 10 nearest neighbors | 0.2500 | 0.5000 |" in text
 
 
 def test_the_exported_configuration_is_json(student: Student, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The picture of the layers: similarity of layers, to the teacher, and what training moved."""
+"""Layers: similarity to each other and to the teacher, and how much training changed them."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def states(layers: int = 3, texts: int = 12, dims: int = 5, seed: int = 0) -> np
 
 
 def unbiased_hsic(first: np.ndarray, second: np.ndarray) -> float:
-    """Song et al. 2012, eq. 5, as it is written there."""
+    """Song et al. 2012, eq. 5."""
     n = len(first)
     k, m = first - np.diag(np.diag(first)), second - np.diag(np.diag(second))
     one = np.ones(n)
@@ -36,7 +36,7 @@ def cosines(vectors: np.ndarray) -> np.ndarray:
     return units @ units.T
 
 
-def test_likeness_is_cka_with_the_unbiased_hsic_of_the_cosines() -> None:
+def test_cka_uses_the_unbiased_hsic_of_the_cosines() -> None:
     first, second = states(1)[0], states(1, dims=7, seed=1)[0]
     a, b = cosines(first), cosines(second)
     expected = unbiased_hsic(a, b) / np.sqrt(unbiased_hsic(a, a) * unbiased_hsic(b, b))
@@ -45,14 +45,14 @@ def test_likeness_is_cka_with_the_unbiased_hsic_of_the_cosines() -> None:
     assert found[0, 0] == pytest.approx(expected, abs=1e-12)
 
 
-def test_centred_cosines_sum_to_nothing_and_have_no_diagonal() -> None:
-    centred = centered_cosines(states(1)[0])
-    assert np.abs(centred.sum(0)).max() < 1e-12
-    assert np.abs(np.diag(centred)).max() == 0
-    assert np.allclose(centred, centred.T)
+def test_rows_of_centered_cosines_sum_to_0_and_the_diagonal_is_0() -> None:
+    centered = centered_cosines(states(1)[0])
+    assert np.abs(centered.sum(0)).max() < 1e-12
+    assert np.abs(np.diag(centered)).max() == 0
+    assert np.allclose(centered, centered.T)
 
 
-def test_likeness_does_not_see_rotation_and_scale() -> None:
+def test_cka_is_invariant_to_rotation_and_scale() -> None:
     layer = states(1)[0]
     rotation = np.linalg.qr(RANDOM.normal(size=(5, 5)))[0]
     lengths = RANDOM.uniform(0.5, 2, size=(12, 1))
@@ -60,8 +60,8 @@ def test_likeness_does_not_see_rotation_and_scale() -> None:
     assert found[0, 0] == pytest.approx(1)
 
 
-def test_unrelated_states_are_unlike_however_few_the_texts() -> None:
-    """Where the plain form of CKA finds them alike: 20 texts in 400 dimensions."""
+def test_cka_of_unrelated_states_is_near_0_also_for_few_texts() -> None:
+    """20 texts in 400 dimensions, for which biased CKA is large."""
     found = [
         cka(
             centered_cosines(RANDOM.normal(size=(20, 400)))[None], centered_cosines(RANDOM.normal(size=(20, 400)))[None]
@@ -71,7 +71,7 @@ def test_unrelated_states_are_unlike_however_few_the_texts() -> None:
     assert abs(np.mean(found)) < 0.03
 
 
-def test_the_common_direction_of_a_layer_does_not_make_it_like_another() -> None:
+def test_cka_ignores_the_common_direction_of_a_layer() -> None:
     common = 20 * np.ones(30)
     first, second = (RANDOM.normal(size=(200, 30)) + common for _ in range(2))
     plain = np.vdot(cosines(first), cosines(second)) / np.linalg.norm(cosines(first)) / np.linalg.norm(cosines(second))
@@ -79,7 +79,7 @@ def test_the_common_direction_of_a_layer_does_not_make_it_like_another() -> None
     assert abs(cka(centered_cosines(first)[None], centered_cosines(second)[None])[0, 0]) < 0.1
 
 
-def test_a_student_that_did_not_move_has_no_drift() -> None:
+def test_an_unchanged_student_has_no_drift() -> None:
     found = compare_layers(states(), states(), states(1)[0])
     assert found["drift"] == [0, 0, 0]
     assert found["kept"] == [1, 1, 1]
@@ -89,7 +89,7 @@ def test_a_student_that_did_not_move_has_no_drift() -> None:
     assert found["before"]["to_teacher"][0] == 1
 
 
-def test_drift_is_one_less_the_cosine_of_the_same_text() -> None:
+def test_drift_is_1_minus_the_cosine_of_the_same_text() -> None:
     before = np.zeros((1, 4, 2))
     before[0] = [[1, 0], [0, 2], [1, 1], [3, 1]]
     after = before.copy()
@@ -97,7 +97,7 @@ def test_drift_is_one_less_the_cosine_of_the_same_text() -> None:
     assert compare_layers(before, after, before[0])["drift"] == [(1 + 2 + 0 + 0) / 4]
 
 
-def test_a_layer_that_was_only_turned_drifts_and_keeps_its_order() -> None:
+def test_a_rotated_layer_has_drift_and_similarity_1() -> None:
     before = states(1)
     turned = before @ np.linalg.qr(RANDOM.normal(size=(5, 5)))[0]
     found = compare_layers(before, turned, states(1, seed=9)[0])
@@ -105,13 +105,13 @@ def test_a_layer_that_was_only_turned_drifts_and_keeps_its_order() -> None:
     assert found["kept"] == [1]
 
 
-def test_gaps_are_the_layer_term_of_talas_unweighted() -> None:
+def test_gaps_equal_the_unweighted_layer_term_of_talas() -> None:
     layers = states(2)
     expected = np.mean((cosines(layers[1]) - cosines(layers[0])) ** 2)
     assert compare_layers(layers, layers, layers[0])["after"]["gaps"] == [pytest.approx(expected, abs=1e-6)]
 
 
-def test_a_layer_that_gives_every_text_the_same_state_is_named_and_is_like_none() -> None:
+def test_a_constant_layer_is_named_and_has_similarity_0() -> None:
     layers = states()
     layers[0] = RANDOM.normal(size=5)
     found = compare_layers(layers, layers, layers[2])
@@ -120,12 +120,12 @@ def test_a_layer_that_gives_every_text_the_same_state_is_named_and_is_like_none(
     assert found["before"]["to_teacher"] == [0, found["before"]["between"][1][2], 1]
 
 
-def test_fewer_than_four_texts_are_refused() -> None:
-    with pytest.raises(EvaluationError, match="4 texts or more; there are 3"):
+def test_fewer_than_four_texts_are_an_error() -> None:
+    with pytest.raises(EvaluationError, match="at least 4 texts; there are 3"):
         compare_layers(states(texts=3), states(texts=3), states(1, texts=3)[0])
 
 
-def test_pooled_layers_are_those_of_each_text_alone(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_pooled_layers_do_not_depend_on_the_batch(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     student = Student.load(tiny_config(toy_cache, tiny_student, tmp_path).student).eval()
     texts = ["the cat sat on the mat and ran", "sea", "a river ran through the old town"]
     together = student.encode_layers(texts)
@@ -137,7 +137,7 @@ def test_pooled_layers_are_those_of_each_text_alone(toy_cache: Path, tiny_studen
     assert np.abs(together[-1] - student.encode(texts)).max() < 1e-5
 
 
-def test_of_a_run_the_student_before_and_after_training_is_compared_on_held_out_texts(
+def test_the_student_before_and_after_training_is_compared_on_held_out_texts(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(
@@ -167,9 +167,7 @@ def test_of_a_run_the_student_before_and_after_training_is_compared_on_held_out_
     assert "30 held-out texts" in sentence
 
 
-def test_without_held_out_texts_those_of_the_corpus_are_compared(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_without_held_out_texts_the_corpus_is_used(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "training.max_steps=1", "training.save_steps=1"))
     with TrainedRun.open(tmp_path / "run") as trained:
         result = Layers(texts=20)(trained)
@@ -179,6 +177,6 @@ def test_without_held_out_texts_those_of_the_corpus_are_compared(
 
 
 @pytest.mark.parametrize("texts", ["many", 3, True])
-def test_another_number_of_texts_than_four_or_more_is_refused(texts: object) -> None:
-    with pytest.raises(ConfigError, match=r"layers\.texts is .*from 4 on"):
+def test_an_invalid_number_of_texts_is_an_error(texts: object) -> None:
+    with pytest.raises(ConfigError, match=r"layers\.texts is .*of at least 4"):
         Layers(texts=texts)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The map of teacher and student vectors, and the distances that are read off it."""
+"""The map of teacher and student vectors, and their distances."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def units(count: int, dims: int) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def test_a_rotated_teacher_is_turned_back_onto_itself() -> None:
+def test_procrustes_reverts_a_rotation() -> None:
     teacher = units(30, 6)
     student = teacher @ np.linalg.qr(RANDOM.normal(size=(6, 6)))[0]
     rotation = procrustes(student, teacher)
@@ -48,7 +48,7 @@ def test_the_narrower_vectors_are_padded_and_no_cosine_changes(mine: int, theirs
 
 def test_distances_by_hand() -> None:
     teacher = np.eye(4)
-    student = np.eye(4)[[0, 1, 3, 2]]  # two texts in their place, two in each other's
+    student = np.eye(4)[[0, 1, 3, 2]]  # two texts are correct, two are swapped
     found = distances(student, teacher)
     root = np.sqrt(2)
     assert found["same"] == pytest.approx((0 + 0 + root + root) / 4, abs=1e-6)
@@ -56,7 +56,7 @@ def test_distances_by_hand() -> None:
     assert found["nearest"] == 0.5
 
 
-def test_distances_are_scipys() -> None:
+def test_distances_equal_scipys() -> None:
     student, teacher = units(20, 6), units(20, 6)
     apart = cdist(student, teacher)
     found = distances(student, teacher)
@@ -65,12 +65,12 @@ def test_distances_are_scipys() -> None:
     assert found["nearest"] == (apart.argmin(1) == np.arange(20)).mean()
 
 
-def test_pca_keeps_the_distances_of_points_that_lie_in_a_plane() -> None:
+def test_pca_preserves_distances_of_points_in_a_plane() -> None:
     flat = RANDOM.normal(size=(15, 2)) @ np.linalg.qr(RANDOM.normal(size=(7, 7)))[0][:2]
     assert np.allclose(cdist(*[project(flat, "pca")] * 2), cdist(flat, flat))
 
 
-def test_tsne_is_the_same_for_a_seed_and_keeps_clusters_together() -> None:
+def test_tsne_is_reproducible_and_preserves_clusters() -> None:
     centres = 10 * np.eye(3, 8)
     points = np.repeat(centres, 8, axis=0) + RANDOM.normal(scale=0.1, size=(24, 8))
     plane = project(points, "tsne", 1)
@@ -81,26 +81,26 @@ def test_tsne_is_the_same_for_a_seed_and_keeps_clusters_together() -> None:
     assert (apart.argmin(1) // 8 == np.arange(24) // 8).all()
 
 
-def test_an_unknown_method_and_too_few_texts_are_refused() -> None:
+def test_an_unknown_method_and_too_few_texts_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"map\.method is 'umap'; expected one of tsne, pca"):
         Map(method="umap")
     for option, value in {"texts": -3, "fitted_on": 0, "seed": "x", "method": ["tsne"]}.items():
         with pytest.raises(ConfigError, match=rf"map\.{option} is "):
             Map(**{option: value})  # type: ignore[arg-type]
-    with pytest.raises(EvaluationError, match="4 texts or more; there are 3"):
+    with pytest.raises(EvaluationError, match="at least 4 texts; there are 3"):
         distances(units(3, 2), units(3, 2))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, toy_cache: Path, tiny_student: Path) -> Path:
-    """Runs "leaf", whose projection carries the student into the teacher's space, and "rkd", which has none."""
+    """Runs "leaf", whose projection maps the student to the teacher's space, and "rkd", which has none."""
     folder = tmp_path_factory.mktemp("mapped")
     for name in ("leaf", "rkd"):
         run(tiny_config(toy_cache, tiny_student, folder / name, "corpus=sentences", f"objective.name={name}"))
     return folder
 
 
-def test_a_projected_student_is_drawn_where_its_projection_carries_it(finished: Path) -> None:
+def test_a_student_with_a_projection_is_drawn_projected(finished: Path) -> None:
     with TrainedRun.open(finished / "leaf") as trained:
         result = Map(method="pca")(trained)
         model, rows = trained.load(), trained.held_out_rows()
@@ -121,7 +121,7 @@ def test_a_projected_student_is_drawn_where_its_projection_carries_it(finished: 
     assert "its learned projection" in Map.conclusion(result)
 
 
-def test_a_student_of_another_space_is_rotated_by_other_texts_than_those_drawn(finished: Path) -> None:
+def test_a_student_in_its_own_space_is_rotated_by_a_fit_to_other_texts(finished: Path) -> None:
     with TrainedRun.open(finished / "rkd") as trained:
         result = Map(method="pca", texts=20, fitted_on=100)(trained)
         drawn = set(result["texts"])
@@ -134,14 +134,12 @@ def test_a_student_of_another_space_is_rotated_by_other_texts_than_those_drawn(f
         there = rotate(own / np.linalg.norm(own, axis=1, keepdims=True), rotation)
         teacher = pad(trained.space.gather(trained.cache.lookup(result["texts"])), len(rotation))
     assert result["fitted_on"] == 100
-    # A few directions in which the tiny models agree on next to nothing are rotate by rounding errors.
+    # Rounding errors rotate the few directions in which the tiny models hardly agree.
     assert result["same"] == pytest.approx(np.linalg.norm(there - teacher, axis=1).mean(), abs=1e-3)
     assert "a rotation fitted to 100 other texts" in Map.conclusion(result)
 
 
-def test_a_map_of_the_whole_corpus_leaves_nothing_to_fit_to(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_a_map_of_the_whole_corpus_has_no_texts_to_fit_to(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "objective.name=rkd", "training.max_steps=1"))
     with (
         TrainedRun.open(tmp_path / "run") as trained,
@@ -150,7 +148,7 @@ def test_a_map_of_the_whole_corpus_leaves_nothing_to_fit_to(
         Map()(trained)
 
 
-def test_a_map_of_a_run_that_held_nothing_out_says_so(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_a_map_of_training_texts_is_marked(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "objective.name=leaf", "training.max_steps=1"))
     with TrainedRun.open(tmp_path / "run") as trained:
         result = Map(method="pca", texts=20)(trained)
@@ -158,6 +156,6 @@ def test_a_map_of_a_run_that_held_nothing_out_says_so(toy_cache: Path, tiny_stud
     assert "of 20 training texts" in Map.conclusion(result)
 
 
-def test_two_maps_of_a_run_are_the_same(finished: Path) -> None:
+def test_maps_are_reproducible(finished: Path) -> None:
     with TrainedRun.open(finished / "leaf") as trained:
         assert Map(texts=12)(trained) == Map(texts=12)(trained)

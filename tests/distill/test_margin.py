@@ -39,7 +39,7 @@ def test_the_margin_is_the_error_at_which_the_line_reaches_the_teacher() -> None
     assert found["margin"] == pytest.approx(0.4)
 
 
-def test_points_of_a_first_epoch_are_shown_and_not_fitted() -> None:
+def test_points_of_a_first_epoch_are_excluded_from_the_fit() -> None:
     outlier = (1.3, 90.0)
     found = fit_margin(points(outlier, (1.0, 10), (0.8, 30), (0.6, 50), left_out=(outlier,)), teacher_score=70)
     assert found["margin"] == pytest.approx(0.4)
@@ -47,7 +47,7 @@ def test_points_of_a_first_epoch_are_shown_and_not_fitted() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 1.9), st.floats(0, 100)), min_size=3, max_size=8), st.floats(50, 100))
-def test_the_line_is_that_of_least_squares(pairs: list[tuple[float, float]], teacher: float) -> None:
+def test_the_line_is_the_least_squares_fit(pairs: list[tuple[float, float]], teacher: float) -> None:
     errors, scores = np.array(pairs).T
     if np.ptp(errors) < 0.01:
         return
@@ -65,8 +65,8 @@ def test_the_line_is_that_of_least_squares(pairs: list[tuple[float, float]], tea
     [
         (((1.0, 10), (0.8, 30)), "a line needs 3", False),
         (((1.0, 10), (1.0, 30), (1.0, 20)), "same error", False),
-        (((1.0, 50), (0.8, 30), (0.6, 10)), "does not fall where the error grows", True),
-        (((1.0, 50), (0.8, 50), (0.6, 50)), "does not fall where the error grows", True),
+        (((1.0, 50), (0.8, 30), (0.6, 10)), "does not fall with a growing error", True),
+        (((1.0, 50), (0.8, 50), (0.6, 50)), "does not fall with a growing error", True),
     ],
 )
 def test_without_a_falling_line_there_is_no_margin_but_a_reason(
@@ -81,20 +81,20 @@ def test_without_a_falling_line_there_is_no_margin_but_a_reason(
     assert "70.00" in told
 
 
-def test_a_line_that_stays_below_the_teacher_is_said_to_leave_no_margin() -> None:
+def test_a_line_below_the_teacher_has_no_margin() -> None:
     found = fit_margin(points((1.0, 10), (0.8, 30), (0.6, 50)), teacher_score=120)
     assert found["margin"] == pytest.approx(-0.1)
     assert "even at no error" in Margin.conclusion(found | NAMED)
 
 
-def test_the_conclusion_names_the_cost_of_error_the_margin_and_where_the_student_stands() -> None:
+def test_the_conclusion_has_the_cost_of_error_the_margin_and_the_students_figures() -> None:
     found = fit_margin(points((1.0, 10), (0.8, 30), (0.6, 50)), teacher_score=70)
     told = Margin.conclusion(found | NAMED)
     for figure in ("3 checkpoints", "1.00 spearman on stsb", "r2 1.00", "70.00", "0.400", "step 9", "0.600", "50.00"):
         assert figure in told
 
 
-def test_the_error_is_the_distance_of_unit_vectors() -> None:
+def test_the_error_is_the_mean_distance_of_unit_vectors() -> None:
     teacher = np.array([[3.0, 0.0], [0.0, 0.5]])
     assert approximation_error(teacher * 7, teacher) == pytest.approx(0)
     assert approximation_error(teacher[::-1], teacher) == pytest.approx(2**0.5)
@@ -103,7 +103,7 @@ def test_the_error_is_the_distance_of_unit_vectors() -> None:
     )
 
 
-def test_the_first_epoch_of_every_cycle_is_known() -> None:
+def test_the_first_epoch_of_every_cycle_is_skipped() -> None:
     def first(steps: int, **options: Any) -> list[int]:
         return [step for step in range(1, steps + 1) if in_skipped_epochs(step, steps, 2, **options)]
 
@@ -129,7 +129,7 @@ def write_sts(folder: Path, texts: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def six_epochs(toy_cache: Path, tiny_student: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on "sentences" of 2 cycles, 3 epochs of 7 steps each, with a checkpoint an epoch."""
+    """A run on "sentences" of 2 cycles, 3 epochs of 7 steps each, with a checkpoint per epoch."""
     folder = tmp_path_factory.mktemp("runs") / "three"
     run(
         tiny_config(
@@ -179,9 +179,7 @@ def test_every_checkpoint_of_a_run_is_a_point(six_epochs: Path, tmp_path: Path) 
     assert (found["metric"], found["task"], found["texts"]) == ("spearman", "stsb", len(rows))
 
 
-def test_the_teacher_s_score_is_that_of_its_vectors_in_the_cache(
-    six_epochs: Path, toy_cache: Path, tmp_path: Path
-) -> None:
+def test_the_teachers_score_is_that_of_its_cached_vectors(six_epochs: Path, toy_cache: Path, tmp_path: Path) -> None:
     texts = varied_texts(80)
     with TrainedRun.open(six_epochs) as trained:
         found = Margin(data=write_sts(tmp_path / "data", texts))(trained)
@@ -194,7 +192,7 @@ def test_the_teacher_s_score_is_that_of_its_vectors_in_the_cache(
 
 
 def write_collection(folder: Path, texts: list[str]) -> Path:
-    """In BEIR's layout: 10 queries, each with two relevant documents of the others."""
+    """A collection in BEIR's layout: 10 queries, each with two relevant documents."""
     folder.mkdir()
     (folder / "queries.jsonl").write_text(
         "".join(json.dumps({"_id": f"q{place}", "text": text}) + "\n" for place, text in enumerate(texts[:10]))
@@ -208,7 +206,7 @@ def write_collection(folder: Path, texts: list[str]) -> Path:
     return folder
 
 
-def test_with_a_collection_the_student_s_queries_search_the_teacher_s_documents(
+def test_with_a_collection_the_students_queries_search_the_teachers_documents(
     six_epochs: Path, toy_cache: Path, tmp_path: Path
 ) -> None:
     texts = varied_texts(60)
@@ -234,9 +232,7 @@ def test_with_a_collection_the_student_s_queries_search_the_teacher_s_documents(
     assert found["teacher_prompt"] == ""
 
 
-def test_texts_that_the_cache_lacks_are_asked_of_the_teacher_once(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_missing_texts_are_encoded_by_the_teacher_once(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     shutil.copytree(toy_cache, tmp_path / "cache")
     run(tiny_config(tmp_path / "cache", tiny_student, tmp_path / "run", *LEAF, "training.max_steps=2"))
     data = write_sts(tmp_path / "data", varied_texts(10, seed=9))
@@ -249,7 +245,7 @@ def test_texts_that_the_cache_lacks_are_asked_of_the_teacher_once(
     assert "a line needs 3" in first["reason"]
 
 
-def test_epochs_that_are_skipped_are_one_s_own_choice(six_epochs: Path, tmp_path: Path) -> None:
+def test_skipped_epochs_are_an_option(six_epochs: Path, tmp_path: Path) -> None:
     data = write_sts(tmp_path / "data", varied_texts(80))
     with TrainedRun.open(six_epochs) as trained:
         found = Margin(data=data, skipped_epochs=0)(trained)
@@ -258,13 +254,13 @@ def test_epochs_that_are_skipped_are_one_s_own_choice(six_epochs: Path, tmp_path
         Margin(data=data, skipped_epochs=-1)
 
 
-def test_texts_that_the_cache_lacks_are_one_line_without_the_teacher(six_epochs: Path, tmp_path: Path) -> None:
+def test_missing_texts_without_a_teacher_are_an_error(six_epochs: Path, tmp_path: Path) -> None:
     data = write_sts(tmp_path / "data", varied_texts(10, seed=9))
     with TrainedRun.open(six_epochs) as trained, pytest.raises(KnownError, match="10"):
         Margin(data=data)(trained)
 
 
-def test_the_margin_is_kept_in_the_run_folder(six_epochs: Path, tmp_path: Path) -> None:
+def test_the_margin_is_saved_in_the_run_folder(six_epochs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(six_epochs, folder)
     analyze(folder, ["margin"], data=write_sts(tmp_path / "data", varied_texts(80)))
@@ -273,9 +269,7 @@ def test_the_margin_is_kept_in_the_run_folder(six_epochs: Path, tmp_path: Path) 
     assert kept["conclusion"]
 
 
-def test_a_student_outside_the_teacher_s_space_is_refused_with_the_reason(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_a_student_outside_the_teachers_space_is_an_error(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     run(
         tiny_config(
             toy_cache,
@@ -290,7 +284,7 @@ def test_a_student_outside_the_teacher_s_space_is_refused_with_the_reason(
         Margin(data=write_sts(tmp_path / "data", varied_texts(80)))(trained)
 
 
-def test_a_run_that_held_nothing_out_is_refused(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_a_run_without_held_out_texts_is_an_error(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "objective.name=leaf", "training.max_steps=2"))
-    with TrainedRun.open(tmp_path / "run") as trained, pytest.raises(EvaluationError, match="held no texts out"):
+    with TrainedRun.open(tmp_path / "run") as trained, pytest.raises(EvaluationError, match="has no held-out texts"):
         Margin(data=write_sts(tmp_path / "data", varied_texts(80)))(trained)

@@ -1,4 +1,4 @@
-"""A run folder is looked into as it was trained, or not at all."""
+"""A trained run is opened as it was trained, or an error."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_every_checkpoint_is_found_by_step_and_loads_the_weights_it_holds(finished: Path) -> None:
+def test_every_checkpoint_loads_its_weights(finished: Path) -> None:
     with TrainedRun.open(finished) as trained:
         found = trained.checkpoints()
         assert [path.name for path in found] == ["checkpoint-4", "checkpoint-8", "checkpoint-12"]
@@ -45,7 +45,7 @@ def test_every_checkpoint_is_found_by_step_and_loads_the_weights_it_holds(finish
             assert all(torch.equal(weights(model)[name], stored[name]) for name in stored)
 
 
-def test_the_newest_checkpoint_gives_the_vectors_of_the_exported_student(finished: Path) -> None:
+def test_the_newest_checkpoint_has_the_vectors_of_the_exported_student(finished: Path) -> None:
     with TrainedRun.open(finished) as trained:
         texts = trained.cache.texts(trained.held_out_rows()[:5])
         mine = trained.load().student.encode(texts)
@@ -53,7 +53,7 @@ def test_the_newest_checkpoint_gives_the_vectors_of_the_exported_student(finishe
         np.testing.assert_allclose(mine, final, atol=1e-6)
 
 
-def test_the_start_is_the_student_before_training_with_the_projections_that_the_run_drew(
+def test_initial_is_the_student_before_training_with_the_runs_random_projections(
     finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     still = [f"training.{key}=0" for key in ("learning_rate", "head_learning_rate", "weight_decay")]
@@ -77,13 +77,13 @@ def test_held_out_texts_are_never_in_the_batches_of_training_records(finished: P
         assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(batches, again, strict=True))
 
 
-def test_a_last_batch_of_one_record_is_left_out(finished: Path) -> None:
+def test_a_last_batch_of_one_record_is_dropped(finished: Path) -> None:
     with TrainedRun.open(finished) as trained:
         sizes = [len(batch["text_ids"]) for batch in trained.batches(trained.load(), texts=33, size=32)]
     assert sizes == [32]
 
 
-def test_looking_into_a_run_leaves_the_random_numbers_alone(finished: Path) -> None:
+def test_the_state_of_the_random_generator_is_preserved(finished: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with TrainedRun.open(finished) as trained:
@@ -92,7 +92,7 @@ def test_looking_into_a_run_leaves_the_random_numbers_alone(finished: Path) -> N
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_run_whose_student_has_moved_is_looked_into_by_its_own_export(
+def test_a_run_whose_student_was_moved_loads_from_its_export(
     finished: Path, tmp_path: Path, tiny_student: Path, toy_cache: Path
 ) -> None:
     began = tmp_path / "began"
@@ -103,7 +103,7 @@ def test_a_run_whose_student_has_moved_is_looked_into_by_its_own_export(
         assert trained.load() is not None
 
 
-def test_a_run_that_exported_its_projection_is_looked_into(tmp_path: Path, tiny_student: Path, toy_cache: Path) -> None:
+def test_a_run_that_exported_its_projection_loads(tmp_path: Path, tiny_student: Path, toy_cache: Path) -> None:
     run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "export.projection=true", "training.max_steps=2"))
     stored = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
     with TrainedRun.open(tmp_path / "run") as trained:
@@ -112,28 +112,29 @@ def test_a_run_that_exported_its_projection_is_looked_into(tmp_path: Path, tiny_
     assert all(torch.equal(loaded[name], stored[name]) for name in stored)
 
 
-def test_a_run_whose_start_was_exchanged_is_refused(tmp_path: Path, tiny_student: Path, toy_cache: Path) -> None:
+def test_a_changed_initial_student_is_an_error(tmp_path: Path, tiny_student: Path, toy_cache: Path) -> None:
     began = tmp_path / "began"
     shutil.copytree(tiny_student, began)
     run(tiny_config(toy_cache, began, tmp_path / "run"))
     shutil.rmtree(began)
     shutil.copytree(tmp_path / "run" / "final", began)
-    with TrainedRun.open(tmp_path / "run") as trained, pytest.raises(RunFolderError, match="began with the student"):
+    with (
+        TrainedRun.open(tmp_path / "run") as trained,
+        pytest.raises(RunFolderError, match="trained from the student"),
+    ):
         trained.initial()
 
 
-def test_a_folder_without_a_run_and_a_run_without_checkpoints_are_told(finished: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_and_a_run_without_checkpoints_are_an_error(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"run\.json is missing"):
         TrainedRun.open(tmp_path)
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("checkpoint-*"))
-    with TrainedRun.open(copy) as trained, pytest.raises(RunFolderError, match="no whole checkpoint"):
+    with TrainedRun.open(copy) as trained, pytest.raises(RunFolderError, match="no complete checkpoint"):
         trained.load()
 
 
-def test_another_tokenizer_in_the_place_of_the_student_s_is_refused(
-    tmp_path: Path, tiny_student: Path, toy_cache: Path
-) -> None:
+def test_a_changed_tokenizer_is_an_error(tmp_path: Path, tiny_student: Path, toy_cache: Path) -> None:
     began = tmp_path / "began"
     shutil.copytree(tiny_student, began)
     run(tiny_config(toy_cache, began, tmp_path / "run", "export.projection=true", "training.max_steps=1"))
@@ -143,20 +144,16 @@ def test_another_tokenizer_in_the_place_of_the_student_s_is_refused(
         trained.load()
 
 
-def test_the_newest_checkpoint_does_not_stand_in_for_the_exported_one(finished: Path, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_of_the_exported_student_is_an_error(finished: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("checkpoint-12"))
     with TrainedRun.open(copy) as trained:
         assert trained.load(copy / "checkpoint-8") is not None
-        with pytest.raises(
-            RunFolderError, match=r"step 12, whose checkpoint is not there any more; it has those of 4, 8"
-        ):
+        with pytest.raises(RunFolderError, match=r"step 12, whose checkpoint is missing; it has those of 4, 8"):
             trained.load()
 
 
-def test_texts_that_were_held_out_stay_so_or_the_run_is_refused(
-    tmp_path: Path, tiny_student: Path, toy_cache: Path
-) -> None:
+def test_other_held_out_texts_are_an_error(tmp_path: Path, tiny_student: Path, toy_cache: Path) -> None:
     cache = tmp_path / "cache"
     shutil.copytree(toy_cache, cache)
     config = tiny_config(cache, tiny_student, tmp_path / "run", "corpus=sentences", "training.max_steps=2")
@@ -164,7 +161,7 @@ def test_texts_that_were_held_out_stay_so_or_the_run_is_refused(
     (tmp_path / "run" / "final").rename(tmp_path / "final")  # as if it had been killed before its end
     texts = [json.loads(line)["text"] for line in (toy_cache.parent / "sentences.jsonl").read_text().splitlines()]
     shutil.rmtree(cache)
-    # The same corpus in a table whose rows are numbered otherwise.
+    # The same corpus in a cache with other row numbers.
     (tmp_path / "before.txt").write_text("".join(f"{text}\n" for text in reversed(texts)))
     build(Corpus.open(tmp_path / "before.txt"), TeacherOptions(model="toy"), cache, name="before")
     build(Corpus.open(toy_cache.parent / "sentences.jsonl"), TeacherOptions(model="toy"), cache, name="sentences")
@@ -174,19 +171,19 @@ def test_texts_that_were_held_out_stay_so_or_the_run_is_refused(
         run(config)
 
 
-def test_a_cache_that_was_moved_can_be_named(finished: Path, toy_cache: Path, tmp_path: Path) -> None:
+def test_the_folder_of_a_moved_cache_can_be_given(finished: Path, toy_cache: Path, tmp_path: Path) -> None:
     copy, moved = tmp_path / "copy", tmp_path / "moved"
     shutil.copytree(finished, copy)
     shutil.copytree(toy_cache, moved)
     record = json.loads((copy / "run.json").read_text()) | {"cache": str(tmp_path / "gone")}
     (copy / "run.json").write_text(json.dumps(record))
-    with pytest.raises(RunFolderError, match="gone, which is not there; if it was moved, name it with --cache"):
+    with pytest.raises(RunFolderError, match=r"gone, which is missing; if it was moved, name it \(`cache`\)"):
         TrainedRun.open(copy)
     with TrainedRun.open(copy, cache=moved) as trained:
         assert trained.cache.path == moved
 
 
-def test_a_run_folder_does_not_say_whose_code_is_trusted(finished: Path, tmp_path: Path) -> None:
+def test_the_setting_of_a_run_folder_does_not_enable_remote_code(finished: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
     settings = copy / "config.yaml"
