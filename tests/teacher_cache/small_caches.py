@@ -21,13 +21,13 @@ SHARD_ROWS = 8
 
 
 def passing_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for one example of a property, in memory where the system offers it: nothing waits for a disk."""
+    """A temporary folder for one hypothesis example, in memory if possible."""
     memory = Path("/dev/shm")
     return tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
 
 
 def corpus_of(folder: Path, texts: Sequence[str] | Sequence[tuple[str, str]]) -> Corpus:
-    """A JSON lines corpus; of pairs, if the texts are pairs."""
+    """A JSON lines corpus of texts or pairs."""
     folder.mkdir(exist_ok=True)
     path = folder / f"corpus-{len(list(folder.glob('corpus-*')))}.jsonl"
     records = [{"text": text} if isinstance(text, str) else {"a": text[0], "b": text[1]} for text in texts]
@@ -51,17 +51,17 @@ def built(
 
 
 def said(texts: Sequence[str], teacher: TeacherOptions = TOY) -> npt.NDArray[np.float32]:
-    """What the teacher says of the texts, without any cache."""
+    """Vectors of the texts, computed without a cache."""
     return load_teacher(resolve(teacher)).encode(texts)
 
 
 def unequal_rows(view: SpaceView, texts: Sequence[str], teacher: TeacherOptions = TOY) -> list[str]:
-    """Texts whose stored vector is not what the teacher says, to the precision of float16."""
+    """Texts whose stored vector differs from the teacher's by more than the precision of float16."""
     stored = view.gather(view.index.find(text_keys(texts)))
     close = np.isclose(stored, said(texts, teacher), rtol=1e-3, atol=1e-6).all(axis=1)
     return [text for text, same in zip(texts, close, strict=True) if not same]
 
 
 def numbered(count: int, start: int = 0) -> list[str]:
-    """Different texts of different lengths."""
+    """Distinct texts of different lengths."""
     return [f"text {number}" + " and more" * (number % 5) for number in range(start, start + count)]

@@ -34,13 +34,13 @@ from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, pa
 from tests.teacher_cache.token_caches import (
     LAYERS,
     STATES_ONLY,
-    assert_said,
+    assert_stored_tokens,
     columns_of,
     opened,
     small_shards,
     token_cache,
     token_files,
-    tokens_said,
+    teacher_tokens,
 )
 from tests.teacher_cache.toy_variants import BadTokens, BadVectors, Changeable, OtherWidth, Silent, Variant
 
@@ -54,7 +54,7 @@ def outcome(report: BuildReport) -> tuple[int, int, int, int, int]:
 def expected_bytes(texts: Sequence[str], request: TokenRequest = LAYERS, storage: str = "float16") -> int:
     """Bytes of the token columns of texts."""
     encoding, layers = TOKEN_ENCODINGS[storage], len(request.attention or ())
-    counts = [len(said.pieces) for said in tokens_said(texts, request)]
+    counts = [len(text.pieces) for text in teacher_tokens(texts, request)]
     maps = sum(2 * count + 2 * layers * count**2 for count in counts) if layers else 0
     return sum(counts) * (encoding.row_bytes(24) + 16) + maps
 
@@ -66,7 +66,7 @@ def test_one_build_stores_vectors_tokens_and_attention(tmp_path: Path) -> None:
     assert report.token_bytes == expected_bytes(TEXTS)
     view = opened(path)
     assert columns_of(view).shard_rows == 4
-    assert_said(view, TEXTS)
+    assert_stored_tokens(view, TEXTS)
     assert unequal_rows(view, TEXTS) == []
     assert verify(path, deep=True).ok
     workers = Recorded()
@@ -83,7 +83,7 @@ def test_tokens_are_added_without_changing_existing_vectors(tmp_path: Path) -> N
     assert sorted(workers.texts) == sorted(TEXTS)
     assert outcome(report) == (20, 0, 20, 0, 20)
     assert {file: file.read_bytes() for file in before} == before
-    assert_said(opened(path), TEXTS, STATES_ONLY)
+    assert_stored_tokens(opened(path), TEXTS, STATES_ONLY)
     assert unequal_rows(opened(path), TEXTS) == []
     # Adding attention encodes the texts again but keeps states and pieces.
     states = token_files(path, STATES) | token_files(path, PIECES)
@@ -91,7 +91,7 @@ def test_tokens_are_added_without_changing_existing_vectors(tmp_path: Path) -> N
     assert outcome(again) == (20, 0, 20, 0, 20)
     assert again.token_bytes == expected_bytes(TEXTS) - expected_bytes(TEXTS, STATES_ONLY)
     assert token_files(path, STATES) | token_files(path, PIECES) == states
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
     assert verify(path, deep=True).ok
 
 
@@ -110,7 +110,7 @@ def test_a_build_of_vectors_only_never_changes_token_columns(tmp_path: Path) -> 
     assert outcome(built(tmp_path, TEXTS, tokens=STATES_ONLY, workers=workers)) == (20, 10, 10, 0, 10)
     assert sorted(workers.texts) == sorted(TEXTS[10:])
     assert columns_of(opened(path)).present(np.arange(20), attention=True).tolist() == [True] * 10 + [False] * 10
-    assert_said(opened(path), TEXTS, STATES_ONLY)
+    assert_stored_tokens(opened(path), TEXTS, STATES_ONLY)
     assert verify(path, deep=True).ok
 
 
@@ -251,7 +251,7 @@ def test_every_text_has_each_requested_column_or_is_quarantined(
             assert {text for text in has["tokens"] if text.startswith("fine")} == {
                 text for text, there in tokens.items() if there and text.startswith("fine")
             }
-            assert_said(view, sorted(text for text in has["attention"] if text.startswith("fine")))
+            assert_stored_tokens(view, sorted(text for text in has["attention"] if text.startswith("fine")))
         assert verify(path, deep=True).damage == []
 
 
@@ -285,11 +285,11 @@ def test_the_size_of_token_outputs_limits_a_batch(tmp_path: Path, monkeypatch: p
     assert max(sizes) > 1
     assert sizes[-1] == 1
     for batch in workers.batches:
-        said = sum(
-            said.states.nbytes + (said.attention.nbytes if said.attention is not None else 0)
-            for said in tokens_said(batch)
+        size = sum(
+            text.states.nbytes + (text.attention.nbytes if text.attention is not None else 0)
+            for text in teacher_tokens(batch)
         )
-        assert said <= 3000 or len(batch) == 1
+        assert size <= 3000 or len(batch) == 1
 
 
 @pytest.mark.parametrize("array", [STATES, PIECES, ATTENTION])
@@ -314,7 +314,7 @@ def test_a_first_build_stopped_between_files_publishes_nothing_and_resumes(
     assert opened(path).tokens is None
     assert verify(path, deep=True).ok
     assert token_cache(tmp_path, TEXTS)[1].token_texts == 20
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
     assert verify(path, deep=True).ok
 
 
@@ -362,7 +362,7 @@ def test_a_killed_token_build_loses_only_uncommitted_work(tmp_path: Path) -> Non
                 there = view.present(rows)
                 assert columns_of(view).present(rows, attention=True).tolist() == there.tolist()
                 known = cache.texts(rows[there])
-                assert_said(view, known[:50])
+                assert_stored_tokens(view, known[:50])
                 assert committed <= set(known)
                 committed = set(known)
     assert kills > 0
@@ -373,7 +373,7 @@ def test_a_killed_token_build_loses_only_uncommitted_work(tmp_path: Path) -> Non
     assert committed | set(last) == set(texts)
     assert max(Counter(last).values(), default=1) == 1
     assert verify(path, deep=True).ok
-    assert_said(opened(path), texts)
+    assert_stored_tokens(opened(path), texts)
 
 
 @pytest.mark.parametrize("storage", TOKEN_ENCODINGS)
@@ -419,7 +419,7 @@ def test_a_sealed_copy_has_token_columns(tmp_path: Path) -> None:
     path, _ = token_cache(tmp_path, TEXTS)
     seal(path)
     with TeacherCache.open(path, sealed=True) as cache:
-        assert_said(cache.space(), TEXTS)
+        assert_stored_tokens(cache.space(), TEXTS)
 
 
 @pytest.mark.slow
@@ -428,7 +428,7 @@ def test_ray_workers_return_tokens(tmp_path: Path) -> None:
 
     path, report = token_cache(tmp_path, TEXTS, workers=RayWorkers(2))
     assert outcome(report) == (20, 0, 20, 0, 20)
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
 
 
 def test_a_real_teacher_fills_every_column(tmp_path: Path, minilm: Path) -> None:
@@ -444,15 +444,15 @@ def test_a_real_teacher_fills_every_column(tmp_path: Path, minilm: Path) -> None
     view = opened(tmp_path / "cache")
     tokens = columns_of(view)
     stored = tokens.gather(np.arange(4), attention=True)
-    for said, text in zip(stored, tokens_said(texts, request, teacher), strict=True):
-        np.testing.assert_array_equal(said.pieces, text.pieces)
-        np.testing.assert_allclose(said.states, text.states, rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(said.importance, text.importance, rtol=2e-3)  # type: ignore[arg-type]
-        np.testing.assert_allclose(said.attention, text.attention, rtol=2e-3, atol=1e-5)  # type: ignore[arg-type]
-        assert said.attention is not None
-        np.testing.assert_allclose(said.attention.sum(axis=2), 1, atol=2e-3)
+    for row, text in zip(stored, teacher_tokens(texts, request, teacher), strict=True):
+        np.testing.assert_array_equal(row.pieces, text.pieces)
+        np.testing.assert_allclose(row.states, text.states, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(row.importance, text.importance, rtol=2e-3)  # type: ignore[arg-type]
+        np.testing.assert_allclose(row.attention, text.attention, rtol=2e-3, atol=1e-5)  # type: ignore[arg-type]
+        assert row.attention is not None
+        np.testing.assert_allclose(row.attention.sum(axis=2), 1, atol=2e-3)
     # The vector is the pooled states.
-    pooled = np.stack([said.states.mean(axis=0) for said in stored])
+    pooled = np.stack([row.states.mean(axis=0) for row in stored])
     pooled /= np.linalg.norm(pooled, axis=1, keepdims=True)
     np.testing.assert_allclose(pooled, view.gather(np.arange(4)), atol=2e-3)
     assert verify(tmp_path / "cache", deep=True).ok

@@ -20,7 +20,7 @@ from teacher_cache.table.view import SpaceRecord, SpaceView
 from teacher_cache.tokens.request import TextTokens, TokenRequest, TokenShape
 from teacher_cache.tokens.token_columns import TOKEN_ENCODINGS, StoredTokens, TokenColumns, TokenRecord, checked_layers
 from tests.teacher_cache.small_caches import numbered, passing_folder
-from tests.teacher_cache.token_caches import LAYERS, assert_said, columns_of, opened, token_cache
+from tests.teacher_cache.token_caches import LAYERS, assert_stored_tokens, columns_of, opened, token_cache
 
 # zarr-python has no specification yet for the byte strings that it writes itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.*VariableLengthBytes.*:zarr.errors.UnstableSpecificationWarning")
@@ -241,7 +241,7 @@ def test_rows_come_back_in_the_order_asked_for_and_missing_ones_name_the_command
     view = opened(path)
     tokens = columns_of(view)
     texts = numbered(20)
-    assert_said(view, [texts[place] for place in (17, 3, 3, 0, 19)])
+    assert_stored_tokens(view, [texts[place] for place in (17, 3, 3, 0, 19)])
     assert [len(pieces) for pieces in tokens.gather_pieces(np.array([9, 1]))] == [14 - 4, 4]
     with TeacherCache.open(path, "r+") as cache, cache.appending() as appender:
         appender.add(["a new text"])

@@ -25,7 +25,7 @@ from tests.teacher_cache.small_caches import built, numbered, unequal_rows
 from tests.teacher_cache.token_caches import (
     LAYERS,
     STATES_ONLY,
-    assert_said,
+    assert_stored_tokens,
     columns_of,
     opened,
     token_cache,
@@ -109,7 +109,7 @@ def test_damage_of_a_token_shard_is_found_and_the_next_build_fills_exactly_it(
     assert opened(path).present(np.arange(20)).all()
     again = filled_again(path)
     assert (again.cached, again.encoded, again.token_texts) == (16, 4, 4)
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
     assert verify(path, deep=True).ok
 
 
@@ -122,7 +122,7 @@ def test_two_damaged_arrays_of_one_shard_cost_its_rows_once(path: Path) -> None:
     assert sorted(action.rows for action in report.repaired) == [0, 4, 4]
     assert report.missing == 8
     assert filled_again(path).encoded == 8
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
 
 
 @pytest.mark.parametrize("array", ARRAYS)
@@ -136,7 +136,7 @@ def test_a_shard_that_is_to_grow_refuses_to_vouch_for_damage(tmp_path: Path, arr
     assert set(kinds(path)) == {"digest"}
     assert repair(path).ok
     assert built(tmp_path, TEXTS, tokens=LAYERS).encoded == 4
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
 
 
 def test_columns_that_do_not_go_together_are_found_where_every_digest_holds(path: Path) -> None:
@@ -155,7 +155,7 @@ def test_columns_that_do_not_go_together_are_found_where_every_digest_holds(path
     assert damage.where.endswith("row 2")
     assert repair(path).missing == 4
     filled_again(path)
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
 
 
 def test_states_without_pieces_are_found_by_a_quick_check(path: Path) -> None:
@@ -165,7 +165,7 @@ def test_states_without_pieces_are_found_by_a_quick_check(path: Path) -> None:
     assert kinds(path, deep=False) == {"count": 4}
     assert repair(path).ok
     assert filled_again(path).encoded == 4
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
 
 
 @pytest.mark.parametrize("array", ARRAYS)
@@ -179,7 +179,7 @@ def test_lost_metadata_of_an_array_are_written_again(path: Path, array: str) -> 
     assert report.ok
     assert json.loads(file.read_bytes()) == json.loads(before)
     assert verify(path, deep=True).ok
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
 
 
 def lose_index(path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_lost_index_gets_its_token_columns_back(path: Path) -> None:
     assert report.ok
     assert list(report.tokens.values()) == [20]
     assert verify(path, deep=True).ok
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
     assert filled_again(path).encoded == 0
 
 
@@ -208,7 +208,7 @@ def test_what_does_not_prove_itself_is_left_out_of_a_new_index_and_filled_again(
     assert np.flatnonzero(tokens.present(np.arange(20), attention=True)).tolist() == list(range(12, 16))
     assert verify(path, deep=True).ok
     assert filled_again(path).encoded == 16
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
     assert verify(path, deep=True).ok
 
 
@@ -220,7 +220,7 @@ def test_token_columns_that_cannot_be_opened_cost_a_new_index_nothing_else(path:
     assert unequal_rows(opened(path), TEXTS) == []
     assert opened(path).tokens is None
     assert filled_again(path).token_texts == 20
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
 
 
 def test_a_dropped_space_takes_its_token_columns_with_it(tmp_path: Path) -> None:
@@ -266,10 +266,10 @@ def test_conversion_leaves_token_columns_as_they_are_and_says_so(path: Path) -> 
     assert convert(path, "int8").token_columns == "tokens of 24 as float16, attention of layers 1, 3"
     reclaim(path)
     assert token_files(path) == before
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
     lose_index(path)
     reindex(path)
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)
     assert verify(path, deep=True).ok
 
 
@@ -288,8 +288,8 @@ def test_caches_are_joined_with_their_token_columns(tmp_path: Path) -> None:
     assert report.token_texts == 9 + 11
     assert verify(into, deep=True).ok
     view = opened(into)
-    assert_said(view, TEXTS, STATES_ONLY)
-    assert_said(view, TEXTS[:9])
+    assert_stored_tokens(view, TEXTS, STATES_ONLY)
+    assert_stored_tokens(view, TEXTS[:9])
     with TeacherCache.open(into) as cache:
         rows = cache.lookup(TEXTS)
     assert columns_of(view).present(rows, attention=True).tolist() == [True] * 9 + [False] * 11
@@ -305,8 +305,8 @@ def test_attention_of_one_cache_joins_states_of_another(tmp_path: Path) -> None:
     report = merge([other], one)
     assert (report.token_texts, report.left_out) == (7, [])
     assert token_files(one, STATES) == states
-    assert_said(opened(one), TEXTS[:7])
-    assert_said(opened(one), TEXTS, STATES_ONLY)
+    assert_stored_tokens(opened(one), TEXTS[:7])
+    assert_stored_tokens(opened(one), TEXTS, STATES_ONLY)
     assert verify(one, deep=True).ok
 
 
@@ -320,7 +320,7 @@ def test_token_columns_in_another_format_are_left_out_of_a_joined_cache_and_name
     assert line.startswith(f"tokens of 24 as int8, attention of layers 1, 3 of {other}: space ")
     assert "has tokens as float16, not int8" in line
     assert report.token_texts == 0
-    assert_said(opened(one), TEXTS[:9])
+    assert_stored_tokens(opened(one), TEXTS[:9])
     assert unequal_rows(opened(one), TEXTS) == []
     assert verify(one, deep=True).ok
 
@@ -344,4 +344,4 @@ def test_a_refusal_of_tokens_is_taken_back_by_a_sound_answer(path: Path) -> None
         assert fresh.missing_rows(np.arange(20)).tolist() == [0, 1, 3]
         cache.index.commit(fresh.write(0, stored, dict.fromkeys(stored, 0.0), {}))
         assert fresh.quarantined() == {}
-    assert_said(opened(path), TEXTS)
+    assert_stored_tokens(opened(path), TEXTS)

@@ -1,4 +1,4 @@
-"""Caches with token columns, and what the toy teacher says token by token."""
+"""Caches with token columns, and the token output of the toy teacher."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +22,14 @@ from tests.teacher_cache.small_caches import TOY, built
 STATES_ONLY = TokenRequest()
 LAYERS = TokenRequest(attention=(1, 3))
 TOLERANCE = {"float16": 1e-3, "float16-raw": 1e-3, "int8": 1e-2}
-# Bytes of usual texts of the toy teacher in float16 with two layers of attention: token shards of four rows.
+# Bytes of four typical texts of the toy teacher in float16 with two layers of attention.
 FOUR_ROWS = 4 * (32 * (24 * 2 + 16) + 2 * 32 * (1 + 2 * 32))
 
 
-def tokens_said(
+def teacher_tokens(
     texts: Sequence[str], request: TokenRequest = LAYERS, teacher: TeacherOptions = TOY
 ) -> list[TextTokens]:
-    """What the teacher says of the texts token by token, without any cache."""
+    """Token output of the teacher, computed without a cache."""
     return load_teacher(replace(resolve(teacher), request=request)).encode_counted(texts).by_token or []
 
 
@@ -42,18 +42,18 @@ def rows_of(view: SpaceView, texts: Sequence[str]) -> Any:
     return view.index.find(text_keys(texts))
 
 
-def assert_said(view: SpaceView, texts: Sequence[str], request: TokenRequest = LAYERS) -> None:
-    """What is stored of the texts is what the toy teacher says."""
+def assert_stored_tokens(view: SpaceView, texts: Sequence[str], request: TokenRequest = LAYERS) -> None:
+    """Check that the stored tokens of the texts are the toy teacher's."""
     columns = columns_of(view)
     attention = request.attention is not None
     stored = columns.gather(rows_of(view, texts), attention=attention)
     close = TOLERANCE[columns.record.storage]
-    for text, found, said in zip(texts, stored, tokens_said(texts, request), strict=True):
-        np.testing.assert_array_equal(found.pieces, said.pieces, err_msg=text)
-        np.testing.assert_allclose(found.states, said.states, rtol=close, atol=close, err_msg=text)
+    for text, found, expected in zip(texts, stored, teacher_tokens(texts, request), strict=True):
+        np.testing.assert_array_equal(found.pieces, expected.pieces, err_msg=text)
+        np.testing.assert_allclose(found.states, expected.states, rtol=close, atol=close, err_msg=text)
         if attention:
-            np.testing.assert_allclose(found.importance, said.importance, rtol=1e-3)  # type: ignore[arg-type]
-            np.testing.assert_allclose(found.attention, said.attention, rtol=1e-3)  # type: ignore[arg-type]
+            np.testing.assert_allclose(found.importance, expected.importance, rtol=1e-3)  # type: ignore[arg-type]
+            np.testing.assert_allclose(found.attention, expected.attention, rtol=1e-3)  # type: ignore[arg-type]
         else:
             assert found.importance is None
             assert found.attention is None
@@ -61,7 +61,7 @@ def assert_said(view: SpaceView, texts: Sequence[str], request: TokenRequest = L
 
 @contextmanager
 def small_shards(size: int = FOUR_ROWS) -> Iterator[None]:
-    """Token shards of at most so many bytes."""
+    """Token shards of at most `size` bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_columns, "SHARD_BYTES", size)
         yield
@@ -70,14 +70,14 @@ def small_shards(size: int = FOUR_ROWS) -> Iterator[None]:
 def token_cache(
     folder: Path, texts: Sequence[str], *, tokens: TokenRequest = LAYERS, **options: Any
 ) -> tuple[Path, BuildReport]:
-    """A cache of vector shards of 8 rows, and token shards of 4 where there is attention."""
+    """A cache with vector shards of 8 rows, and token shards of 4 rows if it has attention."""
     with small_shards():
         report = built(folder, texts, tokens=tokens, **options)
     return folder / "cache", report
 
 
 def token_files(path: Path, array: str = "*") -> dict[str, bytes]:
-    """Every file of token columns by its name in the space."""
+    """Contents of the files of token columns, by path in the space's folder."""
     names = ("tokens.zarr", "pieces.zarr", "attention.zarr") if array == "*" else (array,)
     return {
         str(file.relative_to(folder)): file.read_bytes()
@@ -89,5 +89,5 @@ def token_files(path: Path, array: str = "*") -> dict[str, bytes]:
 
 
 def opened(path: Path) -> SpaceView:
-    """The only space of a cache, open to read."""
+    """The only space of a cache, open for reading."""
     return TeacherCache.open(path).space()

@@ -1,6 +1,6 @@
-"""Toy teachers with faults, to be named as `package.module:Class`.
+"""Faulty toy teachers, used as `package.module:Class` backends.
 
-`TeacherOptions.revision` is a label, not part of a space, so it carries the path of a file a variant needs.
+`TeacherOptions.revision` is a label, not part of a space, so it passes the path of a file that a variant needs.
 """
 
 import json
@@ -37,7 +37,7 @@ class Variant(ToyTeacher):
 
 
 class BadVectors(Variant):
-    """Gives NaN, infinities, zeros or overflowing values for texts that begin with that word."""
+    """Returns NaN, infinite, zero or overflowing vectors for texts that start with that word."""
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         encoded = super().encode_counted(texts)
@@ -50,7 +50,7 @@ class BadVectors(Variant):
 
 
 class Logged(Variant):
-    """Writes down every text it is asked for, before it answers, slowly."""
+    """Appends every text to its file before encoding it slowly."""
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         with self.file.open("a") as log:
@@ -60,7 +60,7 @@ class Logged(Variant):
 
 
 class DiesOnce(Variant):
-    """Kills its process over the text "deadly", unless its file says that it did so before."""
+    """Kills its process on the text "deadly" once, and creates its file."""
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         if "deadly" in texts and not self.file.exists():
@@ -70,6 +70,8 @@ class DiesOnce(Variant):
 
 
 class DiesAlways(Variant):
+    """Kills its process on the text "deadly"."""
+
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         if "deadly" in texts:
             os._exit(1)
@@ -77,27 +79,29 @@ class DiesAlways(Variant):
 
 
 class Refuses(Variant):
+    """Raises an error for every batch."""
+
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         raise TeacherError(f"no answer to {texts[0]!r}")
 
 
 class BadTokens(Variant):
-    """Gives token states that are NaN, infinite or too large, or attention that is NaN, for such texts."""
+    """Returns NaN, infinite or too large token states, or NaN attention, for texts that start with that word."""
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         encoded = super().encode_counted(texts)
         for row, text in enumerate(texts if encoded.by_token is not None else ()):
-            said = encoded.by_token[row]
+            tokens = encoded.by_token[row]
             value = {"nan": np.nan, "inf": np.inf, "huge": 1e6}.get(text.split()[0])
             if value is not None:
-                said.states[-1, 3] = value
-            if text.startswith("blind") and said.attention is not None:
-                said.attention[0, 0, 0] = np.nan
+                tokens.states[-1, 3] = value
+            if text.startswith("blind") and tokens.attention is not None:
+                tokens.attention[0, 0, 0] = np.nan
         return encoded
 
 
 class Changeable(Variant):
-    """Says something else, by its vectors, once its file is there."""
+    """Returns other vectors once its file exists."""
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         encoded = super().encode_counted(texts)
@@ -105,16 +109,16 @@ class Changeable(Variant):
 
 
 class OtherWidth(Variant):
-    """Gives tokens of another width than its configuration says."""
+    """Returns tokens of another width than its configuration."""
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         encoded = super().encode_counted(texts)
-        by_token = [replace(said, states=said.states[:, 1:]) for said in encoded.by_token or ()]
+        by_token = [replace(tokens, states=tokens.states[:, 1:]) for tokens in encoded.by_token or ()]
         return replace(encoded, by_token=by_token or None)
 
 
 class Silent(Variant):
-    """Gives vectors alone, whatever is asked."""
+    """Returns no token columns."""
 
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
         return replace(super().encode_counted(texts), by_token=None)
