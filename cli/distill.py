@@ -306,7 +306,12 @@ def demo(output_dir: Path) -> None:
 )
 @common_options
 def list_names(kind: str) -> None:
-    """List the names that flags and settings take, each with a description."""
+    """List the names that flags and settings take, each with a description.
+
+    \b
+    Example:
+      distill list objectives
+    """
     from distill.runs.listing import describe
 
     found = dict(sorted(describe(kind).items()))

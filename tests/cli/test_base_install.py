@@ -24,7 +24,7 @@ EXTRA = {
     "distill sweep": "train",
     "distill plan": "train",
     "distill bench": "train",
-    "distill eval model": "train",
+    "distill eval model": "eval",
     "distill eval toy --mteb": "mteb",
     "distill analyze": "train",
     "distill report": "eval",

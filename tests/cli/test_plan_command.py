@@ -51,10 +51,10 @@ def test_a_cache_gives_the_width_the_lengths_and_the_steps(toy_cache: Path, tiny
     ("more", "message"),
     [
         (["--length", "600"], "positions for 512"),
-        (["--objective", "dskd"], "--teacher MODEL"),
+        (["--objective", "dskd"], "give --teacher (a model folder or shape:NAME)"),
         (["--device-memory", "much"], "expected a size"),
         (["--student", "shape:bert"], "did you mean"),
-        (["--corpus", "c"], "give --cache DIR too"),
+        (["--corpus", "c"], "give --cache too"),
         (["--device-memory", "0.5"], "expected a size"),
     ],
 )
