@@ -306,7 +306,7 @@ def demo(output_dir: Path) -> None:
 )
 @common_options
 def list_names(kind: str) -> None:
-    """List the names that flags and settings take, each with a description.
+    """List the names that flags and settings take.
 
     \b
     Example:

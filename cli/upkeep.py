@@ -23,7 +23,9 @@ from cli.options import (
 @click.option("--deep", is_flag=True, help="Read every value: digests, finiteness, lengths, key = hash of text.")
 @optional_teacher
 @click.option(
-    "--every", type=click.IntRange(1), help="With --teacher: encode one row in N again.  [default: about 1000]"
+    "--every",
+    type=click.IntRange(1),
+    help="With --teacher: encode one row in N again.  [default: about 1,000 rows in all]",
 )
 @common_options
 def verify(cache: Path, deep: bool, every: int | None, **teacher: Any) -> None:
@@ -144,7 +146,9 @@ def reindex(cache: Path) -> None:
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, and remove nothing.")
 @common_options
 def gc(cache: Path, spaces: tuple[str, ...], corpora: tuple[str, ...], dry_run: bool) -> None:
-    """Remove temporary and damaged files, old copies, and the named spaces and corpora.
+    """Remove unneeded files, and the spaces and corpora you name.
+
+    Unneeded are temporary files, damaged files and old copies.
 
     \b
     Example:
@@ -168,7 +172,9 @@ def gc(cache: Path, spaces: tuple[str, ...], corpora: tuple[str, ...], dry_run: 
 @cache_argument
 @common_options
 def seal(cache: Path) -> None:
-    """Copy the index for readers that may not write to it: other machines, read-only mounts, other users.
+    """Copy the index for readers that may not write to it.
+
+    These are other machines, read-only mounts and other users.
 
     \b
     Example:

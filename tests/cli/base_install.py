@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import yaml
 from click.testing import CliRunner
 
@@ -43,6 +44,7 @@ def commands(folder: Path) -> list[tuple[str, ...]]:
     sweep = {"output_dir": str(folder / "sweep"), "grid": {"training.seed": [1, 2]}, "base": {"cache": cache}}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep), encoding="utf-8")
     model = str(folder / "model")
+    (argument,) = (one for one in distill.commands["list"].params if isinstance(one.type, click.Choice))
     return [
         ("tcache", "plan", texts, "--teacher", "toy"),
         ("tcache", "build", texts, "--teacher", "toy", "--cache", cache, "--columns", "vectors,tokens"),
@@ -74,8 +76,7 @@ def commands(folder: Path) -> list[tuple[str, ...]]:
         ("distill", "analyze", run),
         ("distill", "report", run, "--output", str(folder / "page.html")),
         ("distill", "demo", "--output-dir", str(folder / "demo")),
-        *(("distill", "list", kind) for kind in ("objectives", "sharpness", "teachers", "families", "tasks")),
-        *(("distill", "list", kind) for kind in ("analyses", "exports")),
+        *(("distill", "list", kind) for kind in argument.type.choices),
     ]
 
 

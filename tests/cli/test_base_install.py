@@ -29,7 +29,6 @@ EXTRA = {
     "distill analyze": "train",
     "distill report": "eval",
     "distill demo": "train",
-    "distill list sharpness": "train",
 }
 
 
