@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from teacher_cache.building.align import STUDENT_LENGTH
 from teacher_cache.corpus.corpus import Corpus
-from teacher_cache.teachers.pieces import ignores_case, text_pieces
+from teacher_cache.teachers.token_offsets import ignores_case, tokenize_with_offsets
 from teacher_cache.tokens.alignment import METHODS, Alignment, align
 from teacher_cache.tokens.request import OTHER, ROLE, TEXT_TOKEN
 
@@ -115,7 +115,7 @@ def _counted(pieces: Pieces) -> npt.NDArray[np.int64]:
 
 def _cut(tokenizer: Any, texts: list[str], prompt: str, length: int) -> tuple[Pieces, float]:
     started = time.perf_counter()
-    pieces = text_pieces(tokenizer, texts, prompt=prompt, max_length=length)
+    pieces = tokenize_with_offsets(tokenizer, texts, prompt=prompt, max_length=length)
     return pieces, 1e3 * (time.perf_counter() - started) / len(texts)
 
 

@@ -46,7 +46,6 @@ HEAVY = {
         "teacher_cache.reading.dataset",
         "teacher_cache.teachers.attention",
         "teacher_cache.teachers.batching",
-        "teacher_cache.teachers.bfloat16",
         "teacher_cache.teachers.linear",
         "teacher_cache.teachers.loading",
         "teacher_cache.teachers.pooling",

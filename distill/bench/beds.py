@@ -26,7 +26,7 @@ from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, resolve, token_shape
 from teacher_cache.teachers.folder import ModelFolder
-from teacher_cache.teachers.settings import asked_as
+from teacher_cache.teachers.settings import options_for_space
 from teacher_cache.tokens.request import TokenRequest
 
 # Batches of texts of one length, and texts of a corpus that a made-up teacher answers.
@@ -155,7 +155,7 @@ class _Maker:
                 space = cache.space(settings.space)
                 if settings.teacher:
                     options = TeacherOptions(model=settings.teacher, device=settings.teacher_device)
-                    return asked_as(space.space, options), LocalWorkers()
+                    return options_for_space(space.space, options), LocalWorkers()
                 config, dims, pooling = _sizes(space), space.dims, None
         folder = self.scratch / "random-teacher"
         if not folder.exists():

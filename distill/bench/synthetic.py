@@ -15,12 +15,11 @@ import torch
 from distill.config import StudentConfig
 from distill.student.shapes import find_shape, shape_config
 from teacher_cache.building.workers import EncodedBatches, Workers
-from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
-from teacher_cache.teachers.batching import BatchedEncoder
+from teacher_cache.teachers.base import Encoded, TeacherSpec
 from teacher_cache.teachers.folder import ModelFolder
-from teacher_cache.teachers.loading import choose_device, loading
-from teacher_cache.teachers.pieces import text_pieces
-from teacher_cache.teachers.transformer import TransformerTeacher, encoder_arguments, loader, ready_encoder
+from teacher_cache.teachers.loading import loading, pooler_arguments, prepare_encoder
+from teacher_cache.teachers.token_offsets import tokenize_with_offsets
+from teacher_cache.teachers.transformer import TransformerTeacher
 from teacher_cache.tokens.request import TextTokens, TokenRequest
 
 # Its class by the name that `TeacherOptions.backend` takes.
@@ -115,30 +114,19 @@ class SyntheticTeacher(TransformerTeacher):
         spec = super().resolve(options, folder)
         return replace(spec, space=replace(spec.space, backend=BACKEND))
 
-    def __init__(self, spec: TeacherSpec) -> None:
-        """Make the network; nothing is read but config.json and the tokenizer."""
-        folder, device = ModelFolder(spec.folder or Path()).encoder, choose_device(spec.options.device)
-        self.space = spec.space
-        load = loader(spec, folder, device, random_encoder)
-        self._encoder = _Unchecked(spec.space, device, load, spec.options.batch_tokens, spec.request)
+    checks_padding = False  # with random weights, padding changes vectors in half precision
 
+    def load_network(self, dtype: torch.dtype) -> Any:
+        """A network with random weights of the sizes in config.json."""
+        from transformers import AutoConfig, AutoModel, set_seed
 
-def random_encoder(folder: Path, dtype: torch.dtype, device: torch.device, options: TeacherOptions) -> Any:
-    """As `load_encoder`, of the folder's sizes alone."""
-    from transformers import AutoConfig, AutoModel, set_seed
-
-    set_seed(SEED)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device(device):
-        network = AutoModel.from_config(config, dtype=dtype, **encoder_arguments(config, options))
-    return ready_encoder(network, dtype, device)
-
-
-class _Unchecked(BatchedEncoder):
-    """Half precision rounds what random weights say otherwise beside padding; nobody reads it."""
-
-    def _self_check(self) -> None:
-        return
+        set_seed(SEED)
+        config = AutoConfig.from_pretrained(self.spec.model_folder.encoder, local_files_only=True)
+        attention = self.spec.options.attn_implementation
+        chosen = {} if attention is None else {"attn_implementation": attention}
+        with torch.device(self.device):
+            network = AutoModel.from_config(config, dtype=dtype, **chosen, **pooler_arguments(config))
+        return prepare_encoder(network, dtype, self.device)
 
 
 class MadeUpAnswers(Workers):
@@ -147,7 +135,7 @@ class MadeUpAnswers(Workers):
     def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
         from transformers import AutoTokenizer
 
-        folder = ModelFolder(spec.folder or Path())
+        folder = spec.model_folder
         tokenizer = AutoTokenizer.from_pretrained(folder.encoder, local_files_only=True)
         width = 0 if spec.request is None else folder.token_shape().width
         answers = _Drawn(tokenizer, spec, width)
@@ -164,7 +152,9 @@ class _Drawn:
     def of(self, texts: Sequence[str]) -> Encoded:
         vectors = self.random.standard_normal((len(texts), self.space.dims), dtype=np.float32)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        pieces = text_pieces(self.tokenizer, texts, prompt=self.space.prompt, max_length=self.space.max_length)
+        pieces = tokenize_with_offsets(
+            self.tokenizer, texts, prompt=self.space.prompt, max_length=self.space.max_length
+        )
         none = np.zeros(len(texts), dtype=np.bool_)
         counts = np.array([len(one) for one in pieces], dtype=np.int32)
         said = None if self.request is None else [self._tokens(one, self.request) for one in pieces]

@@ -105,8 +105,8 @@ class _Asked:
     def said(self, *arguments: Any, **options: Any) -> Any:
         return self._timed(self.teacher.said, *arguments, **options)
 
-    def said_with_internals(self, *arguments: Any, **options: Any) -> Any:
-        return self._timed(self.teacher.said_with_internals, *arguments, **options)
+    def encode_with_internals(self, *arguments: Any, **options: Any) -> Any:
+        return self._timed(self.teacher.encode_with_internals, *arguments, **options)
 
     def _timed(self, ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.timer.mark(DATA)

@@ -15,7 +15,7 @@ from distill.objectives.base import Needs
 from teacher_cache.building.align import AlignmentColumn
 from teacher_cache.errors import TeacherError
 from teacher_cache.reading.stream import Batch
-from teacher_cache.teachers.pieces import ignores_case, pieces_of, require_offsets
+from teacher_cache.teachers.token_offsets import check_fast_tokenizer, ignores_case, word_pieces
 from teacher_cache.tokens.alignment import Alignment, align, dense_matrices
 from teacher_cache.tokens.request import ID, ROLE, TEXT_TOKEN, TextTokens
 
@@ -64,7 +64,7 @@ class Collator:
     ) -> None:
         if needs is not None and needs.tokens:
             try:
-                require_offsets(tokenizer)
+                check_fast_tokenizer(tokenizer)
             except TeacherError as error:
                 raise StudentError(f"the student cannot be used: {error}") from error
         # Its own: every call sets how the tokenizer cuts and pads, and this one may be used in a thread.
@@ -99,7 +99,7 @@ class Collator:
         if self.online is not None:
             asked, side = records.texts[:size], self.tokenizer.padding_side
             if self.needs.internals:
-                said, internals = self.online.said_with_internals(asked, padding_side=side)
+                said, internals = self.online.encode_with_internals(asked, padding_side=side)
             else:
                 said = self.online.said(asked)
             vectors, by_token = said.vectors, said.by_token
@@ -123,7 +123,7 @@ class Collator:
         size = len(records.rows)
         mask = tokens["attention_mask"][:size].bool()
         mine = [
-            pieces_of(
+            word_pieces(
                 tokens["offset_mapping"][place][mask[place]].numpy(),
                 tokens["special_tokens_mask"][place][mask[place]].bool().numpy(),
                 tokens["input_ids"][place][mask[place]].numpy(),

@@ -56,7 +56,7 @@ class CachedDataset(Dataset[Batch]):
         tokens: str | None = None,
     ) -> None:
         if pairs:
-            require_pairs(manifest)
+            check_pairs(manifest)
         self.cache_path = cache.path
         self.space_slugs = [one.slug for one in space.spaces] if isinstance(space, JointSpace) else [space.slug]
         self.corpus_name = manifest.record.name
@@ -177,7 +177,7 @@ class ShuffledDataset(Dataset[Batch]):
         self._reader = None
 
 
-def require_pairs(manifest: Manifest) -> None:
+def check_pairs(manifest: Manifest) -> None:
     """Refuse a corpus whose records have one text.
 
     Raises:

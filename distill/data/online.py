@@ -15,7 +15,7 @@ from distill.errors import NeedsNotMet
 from distill.objectives.base import Internals
 from distill.student.internals import capture_internals
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.teachers import Encoded, TeacherOptions, TeacherSpec, load_teacher, resolve_as
+from teacher_cache.teachers import Encoded, TeacherOptions, TeacherSpec, load_teacher, resolve_for_space
 from teacher_cache.teachers.batching import longest_first
 from teacher_cache.teachers.loading import choose_device
 from teacher_cache.tokens.request import TokenRequest
@@ -30,7 +30,7 @@ class OnlineTeacher:
     Args:
         spec: of the teacher; its own request is replaced.
         request: what is wanted token by token.
-        internals: whether `said_with_internals` will be called.
+        internals: whether `encode_with_internals` will be called.
 
     Raises:
         TeacherError: it cannot be loaded or cannot say what is requested.
@@ -63,7 +63,7 @@ class OnlineTeacher:
         with torch.autocast(self._device_type, enabled=False):
             return self._teacher.encode_counted(texts)
 
-    def said_with_internals(self, texts: Sequence[str], *, padding_side: str = "right") -> tuple[Encoded, Internals]:
+    def encode_with_internals(self, texts: Sequence[str], *, padding_side: str = "right") -> tuple[Encoded, Internals]:
         """The same, and what was computed on the way, out of one forward pass.
 
         Internals are constants on the teacher's device, in the order of the texts, padded with 0 to the longest on
@@ -87,7 +87,7 @@ class OnlineTeacher:
             return encoded, _padded(rows, encoded.tokens.tolist(), self.space.padding_side, padding_side)
 
 
-def open_online(
+def load_online_teacher(
     model: str,
     space: EmbeddingSpace,
     device: str | None = None,
@@ -107,7 +107,7 @@ def open_online(
         TeacherError, NeedsNotMet: as `OnlineTeacher`.
     """
     options = TeacherOptions(model=model, device=device, trust_remote_code=trust_remote_code)
-    return OnlineTeacher(resolve_as(space, options), request, internals)
+    return OnlineTeacher(resolve_for_space(space, options), request, internals)
 
 
 def _padded(internals: Internals, lengths: Sequence[int], found: str, wanted: str) -> Internals:

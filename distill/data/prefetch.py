@@ -78,6 +78,6 @@ def _made(dataset: ShuffledDataset, collate: Callable[[Batch], Any], positions: 
     return collate(dataset.__getitems__(positions))
 
 
-def as_it_is(batch: Any) -> Any:
+def pass_through(batch: Any) -> Any:
     """What collates a batch that is collated."""
     return batch

@@ -26,9 +26,9 @@ from teacher_cache.teachers import (
     TeacherOptions,
     TeacherSpec,
     load_teacher,
-    prompts_of,
+    model_prompts,
     resolve,
-    resolve_as,
+    resolve_for_space,
 )
 
 # Encoding of a space that an evaluation creates: lossless, so that caching does not change scores.
@@ -81,7 +81,7 @@ class CachedEncoder:
         else:
             with TeacherCache.open(self.cache) as table:
                 self.space = table.space_record(space).space
-            self._spec = None if teacher is None else resolve_as(self.space, teacher)
+            self._spec = None if teacher is None else resolve_for_space(self.space, teacher)
 
     def encode(self, texts: Sequence[str], /) -> npt.NDArray[np.float32]:
         """`(n, dims)` float32 vectors of n texts, in order; raises as `fill`."""
@@ -223,7 +223,7 @@ def options_by_role(
     """
     named: Mapping[str, str] = {}
     if options.prompt is None and options.prompt_name is None:
-        named = prompts_of(options)
+        named = model_prompts(options)
     own = {
         QUERY: named.get("query", ""),
         DOCUMENT: next((named[name] for name in DOCUMENT_PROMPTS if named.get(name)), ""),

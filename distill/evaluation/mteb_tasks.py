@@ -14,7 +14,7 @@ from distill.errors import EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, Progress, TaskScore, no_progress
 from distill.evaluation.encoders import DOCUMENT_PROMPTS, ModelEncoder, ModelSlot, encode_all, options_by_role
 from teacher_cache.errors import optional_import
-from teacher_cache.teachers import TeacherOptions, prompts_of, resolve, resolve_dtype
+from teacher_cache.teachers import TeacherOptions, model_prompts, resolve, resolve_dtype
 
 if TYPE_CHECKING:
     from mteb.abstasks import AbsTask
@@ -106,7 +106,7 @@ class MtebEncoder:
         if options.prompt is None and options.prompt_name is None:
             by_role = {QUERY, *DOCUMENT_PROMPTS}
             self._task_prompts = {
-                name: text for name, text in prompts_of(options).items() if text and name not in by_role
+                name: text for name, text in model_prompts(options).items() if text and name not in by_role
             }
         slot = ModelSlot()
         self._encoder_of = encoder_of or (lambda options: ModelEncoder(resolve_dtype(resolve(options)), slot))

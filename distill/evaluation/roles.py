@@ -11,8 +11,8 @@ from distill.evaluation.encoders import CachedEncoder, ModelEncoder, ModelSlot, 
 from distill.run_folder import FINAL, RECORD, read_record, recorded_space
 from teacher_cache.space import LABELS, EmbeddingSpace
 from teacher_cache.table.cache import CACHE_JSON, TeacherCache
-from teacher_cache.teachers import TeacherOptions, resolve, resolve_as
-from teacher_cache.teachers.settings import asked_as
+from teacher_cache.teachers import TeacherOptions, resolve, resolve_for_space
+from teacher_cache.teachers.settings import options_for_space
 
 SpaceEncoder = CachedEncoder | ModelEncoder
 
@@ -126,12 +126,12 @@ def _space_encoders(
             space = table.space_record(space).space
     given = {TEXT: None, QUERY: source.query_prompt, DOCUMENT: source.document_prompt}
     if source.model is not None:
-        resolve_as(space, source.model)  # raises for another model, which would get a space of its own
+        resolve_for_space(space, source.model)  # raises for another model, which would get a space of its own
         by_role = options_by_role(source.model, source.query_prompt, source.document_prompt)
         given = {role: by_role[role].prompt for role in given}
     prompts = {role: space.prompt if (own := given[MODEL_ROLES[role]]) is None else own for role in wanted}
     if source.model is not None:
-        options = asked_as(space, source.model)
+        options = options_for_space(space, source.model)
         return _encoders({role: replace(options, prompt=prompts[role]) for role in wanted}, cache, announce)
     fields = {name: value for name, value in space.to_json().items() if name not in LABELS}
     return _shared({role: CachedEncoder(cache, fields | {"prompt": prompts[role]}) for role in wanted}, announce)

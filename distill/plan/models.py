@@ -18,7 +18,7 @@ from teacher_cache.building.align import STUDENT_LENGTH
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.folder import ModelFolder
-from teacher_cache.teachers.transformer import without_pooler
+from teacher_cache.teachers.loading import pooler_arguments
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Model:
 
         try:
             encoder: nn.Module = AutoModel.from_config(
-                self.config, dtype=dtype, trust_remote_code=self.trust_remote_code, **without_pooler(self.config)
+                self.config, dtype=dtype, trust_remote_code=self.trust_remote_code, **pooler_arguments(self.config)
             )
         except (ValueError, TypeError, AttributeError, ImportError, KeyError) as error:
             raise StudentError(f"{self.name} cannot be built from its configuration: {error}") from error

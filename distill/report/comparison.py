@@ -15,7 +15,7 @@ from distill.evaluation.base import Progress, no_progress
 from distill.run_folder import CONFIG, FINAL, SCORES, is_finished, is_run_folder, read_record, recorded_space
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.folder import ModelFolder, weight_files
-from teacher_cache.teachers.settings import asked_as
+from teacher_cache.teachers.settings import options_for_space
 
 SEED = "training.seed"
 # Where a run lies says nothing about it; what it was trained on is compared by digests.
@@ -291,7 +291,7 @@ def _as_teacher(model: str, folders: Sequence[Path]) -> tuple[TeacherOptions, li
     for space in spaces:
         if space is not None and space.weights == weights:
             # Precision and length of the vectors are those of the scoring.
-            return replace(asked_as(space, TeacherOptions(model=model)), dtype="auto", normalize=None), []
+            return replace(options_for_space(space, TeacherOptions(model=model)), dtype="auto", normalize=None), []
     return TeacherOptions(model=model), [f"no run was trained on what {model} said; it is not their teacher"]
 
 

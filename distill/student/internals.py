@@ -1,4 +1,4 @@
-"""What a model computes on the way: every layer's states, its heads one by one, the values of its last block."""
+"""Internals of a model in a forward pass: states of every layer, attention of every head, values of the last layer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,47 +9,47 @@ from torch import Tensor
 
 from distill.errors import NeedsNotMet
 from distill.objectives.base import Internals
-from teacher_cache.teachers.attention import layers_of, make_recordable, watching
+from teacher_cache.teachers.attention import count_layers, make_recordable, record_forward
 
 
 @contextmanager
 def capture_internals(model: Any) -> Iterator[list[Internals]]:
-    """Collect the internals of every forward pass of a transformers model, the same for student and teacher.
+    """Collect the internals of every forward pass of a transformers model, student or teacher.
 
-    The model is switched to eager attention for good. Gradients flow where they are on. Attention maps are those
-    before dropout, so that rows sum to 1 in training too. Padding is where the model saw it, and holds anything.
+    The model is switched permanently to eager attention. Gradients flow if enabled. Attention maps are those before
+    dropout, so that rows sum to 1 in training too. Padding is on the side of the batch and has arbitrary values.
 
     Raises:
-        NeedsNotMet: heads share their values (grouped queries), or hidden states are not those of the layers.
-        TeacherError: the model's attention cannot be looked into.
+        NeedsNotMet: the model has grouped-query attention, or does not return one hidden state per layer.
+        TeacherError: the attention of the model cannot be recorded.
     """
     make_recordable(model)
     passes: list[Internals] = []
     maps: list[Tensor] = []
     values: list[Tensor] = []
 
-    def visit(layer: int, attention: Tensor, weighed: Tensor) -> None:
+    def on_attention(layer: int, attention: Tensor, layer_values: Tensor) -> None:
         if layer == 1:
             maps.clear()  # of a pass that failed
         maps.append(attention)
-        values[:] = [weighed]
+        values[:] = [layer_values]
 
-    def output(said: Any) -> None:
-        states = said.hidden_states
-        if states is None or len(states) != layers_of(model) + 1:
+    def on_output(output: Any) -> None:
+        states = output.hidden_states
+        if states is None or len(states) != count_layers(model) + 1:
             raise NeedsNotMet(
-                f"{type(model).__name__} gave {len(states or ())} hidden states, expected one of its embedding layer "
-                f"and of each of its {layers_of(model)} blocks"
+                f"{type(model).__name__} returned {len(states or ())} hidden states, expected one of its embedding "
+                f"layer and of each of its {count_layers(model)} blocks"
             )
-        heads, valued = maps[-1].shape[1], values[0].shape[1]
-        if heads != valued:
+        heads, value_heads = maps[-1].shape[1], values[0].shape[1]
+        if heads != value_heads:
             raise NeedsNotMet(
-                f"{type(model).__name__} has {heads} heads that share {valued} values (grouped queries): losses on the "
-                "values of each head need a model without"
+                f"{type(model).__name__} has {heads} heads that share {value_heads} values (grouped queries): losses "
+                "on the values of each head need a model without"
             )
         passes.append(Internals(torch.stack(states).float(), torch.stack(maps).float(), values[0].float()))
         maps.clear()
         values.clear()
 
-    with watching(model, visit=visit, output=output, output_hidden_states=True):
+    with record_forward(model, on_attention=on_attention, on_output=on_output, output_hidden_states=True):
         yield passes

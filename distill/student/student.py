@@ -1,6 +1,6 @@
-"""The student: an encoder that gives the pooled state of every layer, and nothing more.
+"""The student: an encoder that returns the pooled state of every layer.
 
-Pooling is one property, used alike in training, evaluation and export.
+Training, evaluation and export all use the one `pooling` of the student.
 """
 
 import math
@@ -20,39 +20,38 @@ from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.objectives.base import Internals, Needs, StudentShape, TokenStates
 from distill.student.internals import capture_internals
-from distill.student.micro_batches import in_order, pieces
+from distill.student.micro_batches import in_batch_order, micro_batches
 from distill.student.packing import Packing, is_packable, make_packable, packed_arguments
 from teacher_cache.building.align import STUDENT_LENGTH
 from teacher_cache.errors import TeacherError
-from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
-from teacher_cache.teachers.attention import make_recordable, watching
-from teacher_cache.teachers.folder import ModelFolder
+from teacher_cache.teachers import TeacherOptions, TeacherSpec, load_tokenizer, resolve
+from teacher_cache.teachers.attention import make_recordable, record_forward
+from teacher_cache.teachers.loading import load_encoder
 from teacher_cache.teachers.pooling import needs_position_ids, pool, position_ids
-from teacher_cache.teachers.transformer import load_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Tokens that are encoded again at a time: one view of 32 texts of 64. What the blocks of a student keep of fewer is
-# small beside its weights, gradients and optimiser states, and not worth a forward pass.
-PORTION = 2048
+# Tokens of a micro-batch that is recomputed: one view of 32 texts of 64. The activations of a smaller one are small
+# beside the weights, gradients and optimizer states, and not worth another forward pass.
+MICRO_BATCH_TOKENS = 2048
 
 
 class Student(nn.Module):
-    """A transformers encoder with one pooling over all its layers.
+    """A transformers encoder with the same pooling over all its layers.
 
     Attributes:
-        tokenizer: the encoder's own.
-        max_length: tokens, specials included.
-        name: hub id or folder name, for people.
-        digests: of the files it was loaded from, "weights" and "tokenizer".
-        recompute_portions: of a forward pass over more than `PORTION` tokens keep the pooled states alone; portion by
-            portion the batch is encoded again, with the same dropout masks, when its gradient is due (as GradCache of
-            Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021). Two portions
-            of a batch with two views are these.
+        tokenizer: that of the encoder.
+        max_length: tokens, special tokens included.
+        name: hub id or folder name.
+        digests: "weights" and "tokenizer" of the files it was loaded from.
+        recompute_micro_batches: keep only the pooled states of a forward pass over more than `MICRO_BATCH_TOKENS`
+            tokens, and encode the batch again in the backward pass, a micro-batch at a time, with the same dropout
+            masks (as GradCache of Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
+            2021). With two micro-batches and two views, each one holds a view.
     """
 
-    recompute_portions: bool = False
+    recompute_micro_batches: bool = False
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class Student(nn.Module):
         self.digests = dict(digests or {})
         make_packable(encoder)
         self._with_positions = needs_position_ids(encoder, str(tokenizer.padding_side))
-        # RoBERTa-like models find their positions from the ids where padding comes first.
+        # With left padding, RoBERTa-like models compute positions from the ids, and so need them.
         positions_known = self._with_positions or tokenizer.padding_side == "right"
         self._takes_embeddings = positions_known and "inputs_embeds" in signature(encoder.forward).parameters
 
@@ -84,18 +83,14 @@ class Student(nn.Module):
         """The student of a run configuration, in float32.
 
         Raises:
-            StudentError: the folder is not there, not a model, or its weights are incomplete.
+            StudentError: the model is not found, is not an encoder, or lacks weights.
         """
-        from transformers import AutoTokenizer
-
-        options, spec, folder = _resolved(config)
+        spec = _resolve_student(config)
         try:
-            encoder = load_encoder(folder.encoder, torch.float32, torch.device("cpu"), options)
+            encoder = load_encoder(spec.model_folder.encoder, torch.float32, torch.device("cpu"), spec.options)
+            tokenizer = load_tokenizer(spec)
         except TeacherError as error:
-            raise StudentError(f"student {config.model!r} cannot be used: {error}") from error
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder.encoder, local_files_only=True, trust_remote_code=config.trust_remote_code
-        )
+            raise _unusable(config, error) from error
         length = spec.space.max_length if config.max_length else min(spec.space.max_length, STUDENT_LENGTH)
         return cls(
             encoder.train(),
@@ -116,7 +111,7 @@ class Student(nn.Module):
 
     @property
     def word_embeddings(self) -> nn.Module | None:
-        """The table with a row for every token of the vocabulary; None of an encoder that does not say which it is."""
+        """The embedding table of the vocabulary; None if the encoder does not expose it."""
         encoder: Any = self.encoder
         try:
             table: nn.Module = encoder.get_input_embeddings()
@@ -125,10 +120,10 @@ class Student(nn.Module):
         return table
 
     def prepare(self, needs: Needs) -> None:
-        """Switch to an attention whose maps can be seen, where an objective compares them; once, before training.
+        """Switch to recordable attention if an objective compares attention maps; call it once, before training.
 
         Raises:
-            StudentError: the encoder's attention cannot be looked into.
+            StudentError: the attention of the encoder cannot be recorded.
         """
         if needs.attention or needs.internals:
             try:
@@ -138,61 +133,65 @@ class Student(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`(L + 1, n, d_s)` float32: the pooled state of the embedding layer and of each block."""
-        portions = 1
-        if self.recompute_portions and torch.is_grad_enabled():
-            portions = min(len(input_ids), math.ceil(int(attention_mask.sum()) / PORTION))
-        if portions <= 1:
+        count = 1
+        if self.recompute_micro_batches and torch.is_grad_enabled():
+            count = min(len(input_ids), math.ceil(int(attention_mask.sum()) / MICRO_BATCH_TOKENS))
+        if count <= 1:
             return self._states("input_ids", input_ids, attention_mask)
-        name, inputs = self._looked_up(input_ids)
-        parts = zip(inputs.tensor_split(portions), attention_mask.tensor_split(portions), strict=True)
+        name, inputs = self._embedded(input_ids)
+        parts = zip(inputs.tensor_split(count), attention_mask.tensor_split(count), strict=True)
         return torch.cat([checkpoint(self._states, name, *part, use_reentrant=False) for part in parts], dim=1)
 
     def _states(self, name: str, inputs: Tensor, attention_mask: Tensor) -> Tensor:
-        """What `forward` gives, of the encoder's argument `name`."""
-        found = pieces(attention_mask)
+        """The result of `forward` for `inputs`, the encoder argument `name`."""
+        parts = micro_batches(attention_mask)
         if self._packs(attention_mask):
-            packing = Packing(attention_mask, found)
-            said = self.encoder(**packed_arguments(self.encoder, packing, name, inputs), output_hidden_states=True)
-            return in_order(found, [torch.stack([packing.pool(state, self.pooling) for state in said.hidden_states])])
-        if name == "input_ids" and len(found) > 1:
-            name, inputs = self._looked_up(inputs)
+            packing = Packing(attention_mask, parts)
+            output = self.encoder(**packed_arguments(self.encoder, packing, name, inputs), output_hidden_states=True)
+            pooled = torch.stack([packing.pool(state, self.pooling) for state in output.hidden_states])
+            return in_batch_order(parts, [pooled])
+        if name == "input_ids" and len(parts) > 1:
+            name, inputs = self._embedded(inputs)
         states = []
-        for piece in found:
-            mask = attention_mask[piece.rows, piece.columns]
-            said = self._encode(mask, **{name: inputs[piece.rows, piece.columns]})
-            states.append(self._pooled(said.hidden_states, mask))
-        return in_order(found, states)
+        for part in parts:
+            mask = attention_mask[part.rows, part.columns]
+            output = self._encode(mask, **{name: inputs[part.rows, part.columns]})
+            states.append(self._pooled(output.hidden_states, mask))
+        return in_batch_order(parts, states)
 
-    def _looked_up(self, input_ids: Tensor) -> tuple[str, Tensor]:
-        """The word embeddings of a batch, once: every look-up has a gradient of the whole table."""
+    def _embedded(self, input_ids: Tensor) -> tuple[str, Tensor]:
+        """Name and value of the encoder's input: word embeddings where it takes them, otherwise the ids.
+
+        Embedded once per batch, because the gradient of each lookup is as large as the whole table.
+        """
         table = self.word_embeddings if self._takes_embeddings else None
         return ("input_ids", input_ids) if table is None else ("inputs_embeds", table(input_ids))
 
     def _packs(self, attention_mask: Tensor) -> bool:
-        """Whether a batch has padding to leave out, an encoder that can, and no text without a token."""
+        """Whether the encoder is packable, the batch has padding, and every text has a token."""
         return is_packable(self.encoder) and not bool(attention_mask.all()) and bool(attention_mask.any(1).all())
 
     def forward_tokens(
         self, input_ids: Tensor, attention_mask: Tensor, special: Tensor, needs: Needs
     ) -> tuple[Tensor, TokenStates]:
-        """What `forward` gives of n texts, and the tokens of the first B.
+        """The result of `forward` for n texts, and the tokens of the first B.
 
         Args:
-            special: `(B, t)` bool, tokens that are no part of the text; B <= n.
-            needs: which attention maps are wanted; `prepare` has been told.
+            special: `(B, t)` bool, tokens that are not part of the text; B <= n.
+            needs: which attention maps to return; `prepare` was called with the same.
         """
         batch = len(special)
         maps = AttentionMaps(needs, attention_mask[:batch])
         passes: list[Internals] = []
         with ExitStack() as stack:
             if needs.attention:
-                stack.enter_context(watching(self.encoder, visit=maps.visit))
+                stack.enter_context(record_forward(self.encoder, on_attention=maps.record))
             if needs.internals:
                 passes = stack.enter_context(capture_internals(self.encoder))
-            said = self._encode(attention_mask, input_ids=input_ids)
+            output = self._encode(attention_mask, input_ids=input_ids)
         internals = passes[0].take(torch.arange(batch, device=special.device)) if passes else None
-        tokens = token_states(said.last_hidden_state, special, maps, internals)
-        return self._pooled(said.hidden_states, attention_mask), tokens
+        tokens = token_states(output.last_hidden_state, special, maps, internals)
+        return self._pooled(output.hidden_states, attention_mask), tokens
 
     def _encode(self, attention_mask: Tensor, **inputs: Tensor) -> Any:
         if self._with_positions:
@@ -205,10 +204,10 @@ class Student(nn.Module):
     def encode(
         self, texts: Sequence[str], *, projection: Tensor | None = None, batch: int = 64
     ) -> npt.NDArray[np.float32]:
-        """`(n, d_s)` float32 vectors of the last layer, without dropout, not normalised.
+        """`(n, d_s)` float32 vectors of the last layer, without dropout, not normalized.
 
         Args:
-            projection: `(d, d_s)` weight that carries them into another space; the result is `(n, d)`.
+            projection: `(d, d_s)` weight that maps the vectors to another space; the result is `(n, d)`.
         """
         vectors = np.empty((len(texts), self.shape.dim), dtype=np.float32)
         for chosen, layers in self._passes(texts, batch):
@@ -218,7 +217,7 @@ class Student(nn.Module):
         return vectors
 
     def encode_layers(self, texts: Sequence[str], *, batch: int = 64) -> npt.NDArray[np.float32]:
-        """`(L + 1, n, d_s)` float32 pooled states of every layer, as `encode` gives those of the last."""
+        """`(L + 1, n, d_s)` float32 pooled states of every layer; the last one is the result of `encode`."""
         states = np.empty((self.shape.layers + 1, len(texts), self.shape.dim), dtype=np.float32)
         for chosen, layers in self._passes(texts, batch):
             states[:, chosen] = layers.float().cpu().numpy()
@@ -226,12 +225,11 @@ class Student(nn.Module):
 
     @torch.no_grad()
     def _passes(self, texts: Sequence[str], batch: int) -> Iterator[tuple[npt.NDArray[np.int64], Tensor]]:
-        """Places of texts of similar length, and what `forward` says of them; without dropout."""
+        """Indices of texts of similar length, and the result of `forward` for them, without dropout."""
         was_training = self.training
         self.eval()
         device = next(self.parameters()).device
-        lengths = [len(text) for text in texts]
-        order = np.argsort(lengths, kind="stable")
+        order = np.argsort([len(text) for text in texts], kind="stable")
         for start in range(0, len(texts), batch):
             chosen = order[start : start + batch]
             tokens = self.tokenizer(
@@ -245,32 +243,32 @@ class Student(nn.Module):
         self.train(was_training)
 
     def save_encoder(self, folder: Path) -> None:
-        """Encoder (safetensors) and tokenizer as a plain transformers folder."""
+        """Save encoder (safetensors) and tokenizer as a plain transformers folder."""
         encoder: Any = self.encoder
         encoder.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
 class AttentionMaps:
-    """Keeps, while an encoder runs, the attention maps that an objective compares: mean over heads, first B texts."""
+    """The attention maps that an objective compares, recorded while an encoder runs.
+
+    Args:
+        attention_mask: `(B, t)` of the first B texts of the batch.
+    """
 
     def __init__(self, needs: Needs, attention_mask: Tensor) -> None:
-        """Made for each pass.
-
-        Args:
-            attention_mask: `(B, t)`.
-        """
         self.mask = attention_mask.bool()
         self._layers = [layer for layer, _ in needs.attention]
         self._kept: dict[int, Tensor] = {}
 
-    def visit(self, layer: int, attention: Tensor, values: Tensor) -> None:
-        """Called in every layer, as `teacher_cache.teachers.attention.watching` does."""
-        if layer in self._layers:  # as it is: a checkpointed block computes again what it computed, and no more
+    def record(self, layer: int, attention: Tensor, values: Tensor) -> None:
+        """Keep the maps of a layer; an `on_attention` of `teacher_cache.teachers.attention.record_forward`."""
+        # Only stored, not reduced: a checkpointed block must recompute exactly what it computed before.
+        if layer in self._layers:
             self._kept[layer] = attention
 
     def stacked(self) -> Tensor | None:
-        """`(z, B, t, t)` in the objective's order, padding 0; None where it compares none."""
+        """`(z, B, t, t)` means over heads in the objective's order, 0 at padding; None if it compares no maps."""
         if not self._layers:
             return None
         seen = self.mask[:, :, None] & self.mask[:, None, :]
@@ -281,7 +279,7 @@ class AttentionMaps:
 def token_states(
     states: Tensor, special: Tensor, maps: AttentionMaps, internals: Internals | None = None
 ) -> TokenStates:
-    """The student's tokens of the first B texts of a pass.
+    """The student's tokens of the first B texts of a forward pass.
 
     Args:
         states: `(n, t, d_s)` last hidden states, n >= B.
@@ -292,27 +290,27 @@ def token_states(
 
 
 def student_shape(config: StudentConfig) -> StudentShape:
-    """The sizes of a student from its files; no weights are loaded.
+    """The sizes of a student from its files; loads no weights.
 
     Raises:
-        StudentError: the folder is not there or no model.
+        StudentError: the model is not found or not an encoder.
     """
-    _, spec, folder = _resolved(config)
+    spec = _resolve_student(config)
     try:
-        known = folder.token_shape()
+        shape = spec.model_folder.token_shape()
     except TeacherError as error:
-        raise StudentError(f"student {config.model!r} cannot be used: {error}") from error
-    return StudentShape(known.width, known.layers, spec.space.pooling, known.heads)
+        raise _unusable(config, error) from error
+    return StudentShape(shape.width, shape.layers, spec.space.pooling, shape.heads)
 
 
 def student_options(config: StudentConfig) -> TeacherOptions:
-    """A student as a teacher of its kind, in float32.
+    """The model options of a student, in float32.
 
     Raises:
-        StudentError: the configuration names none.
+        StudentError: the configuration names no model.
     """
     if not config.model:
-        raise StudentError("no student given; name one with --student FOLDER or student.model in the YAML")
+        raise StudentError("no student given: set student.model to a model folder or a hub id")
     return TeacherOptions(
         model=config.model,
         backend="transformer",
@@ -324,13 +322,17 @@ def student_options(config: StudentConfig) -> TeacherOptions:
     )
 
 
-def _resolved(config: StudentConfig) -> tuple[TeacherOptions, TeacherSpec, ModelFolder]:
-    """How a student is asked, who that is, and its files."""
-    options = student_options(config)
+def _resolve_student(config: StudentConfig) -> TeacherSpec:
+    """The student as a resolved model.
+
+    Raises:
+        StudentError: the model is not found or not an encoder.
+    """
     try:
-        spec = resolve(options)
-        if spec.folder is None:
-            raise StudentError(f"student {config.model!r} is not a model that can be trained")
-        return options, spec, ModelFolder(spec.folder)
+        return resolve(student_options(config))
     except TeacherError as error:
-        raise StudentError(f"student {config.model!r} cannot be used: {error}") from error
+        raise _unusable(config, error) from error
+
+
+def _unusable(config: StudentConfig, error: TeacherError) -> StudentError:
+    return StudentError(f"student {config.model!r} cannot be used: {error}")

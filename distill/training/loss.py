@@ -24,7 +24,7 @@ from teacher_cache.reading.stream import Batch
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
 from teacher_cache.table.view import SpaceView
-from teacher_cache.teachers.attention import make_recordable, watching
+from teacher_cache.teachers.attention import make_recordable, record_forward
 from teacher_cache.teachers.pooling import pool
 
 if TYPE_CHECKING:
@@ -127,9 +127,11 @@ class CachedLoss(nn.Module):
         needs, mask = self.objective.needs, repeated["attention_mask"]
         maps = AttentionMaps(needs, mask[:texts])
         outputs: list[Any] = []
-        visit = maps.visit if needs.attention else None
+        on_attention = maps.record if needs.attention else None
         # Through the whole model, for wrappers of the trainer.
-        with watching(_encoder(self.model), visit=visit, output=outputs.append, output_hidden_states=True):
+        with record_forward(
+            _encoder(self.model), on_attention=on_attention, on_output=outputs.append, output_hidden_states=True
+        ):
             self.model(repeated)
         return outputs[-1], mask, maps
 

@@ -22,7 +22,7 @@ def save_memory(student: Student, training: TrainingConfig) -> None:
     Raises:
         ConfigError: the word embeddings are to be frozen, but are unknown.
     """
-    student.recompute_portions = training.memory == "low"
+    student.recompute_micro_batches = training.memory == "low"
     if training.freeze_embeddings:
         if student.word_embeddings is None:
             raise ConfigError(

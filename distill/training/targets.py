@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from distill.config import RunConfig, TeacherConfig
 from distill.data.collator import Collator
-from distill.data.dataset import CachedDataset, require_pairs
+from distill.data.dataset import CachedDataset, check_pairs
 from distill.errors import ConfigError, NeedsNotMet
 from distill.objectives.base import Objective, TeacherShape
 from distill.student.student import Student
@@ -18,7 +18,7 @@ from teacher_cache.table.joint import JointSpace
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import resolve, token_shape
 from teacher_cache.teachers.base import TeacherOptions
-from teacher_cache.teachers.pieces import ignores_case
+from teacher_cache.teachers.token_offsets import ignores_case
 from teacher_cache.tokens.request import TokenRequest, TokenShape
 from teacher_cache.tokens.token_columns import TokenColumns
 
@@ -72,7 +72,7 @@ class Targets:
                 f"{', '.join(objective.terms)}"
             )
         if uses_pairs(objective):
-            require_pairs(manifest)
+            check_pairs(manifest)
         if objective.needs.tokens and not self.online:
             require_tokens(f"objective {self.config.objective.name}", objective, self.space)
 
@@ -112,11 +112,11 @@ class Targets:
         needs, tokens, online = objective.needs, self.space.tokens, None
         layers: tuple[int, ...] = () if tokens is None else tokens.record.attention or ()
         if self.online and isinstance(self.space, SpaceView):
-            from distill.data.online import open_online
+            from distill.data.online import load_online_teacher
 
             request, teacher = self._request(objective), self.config.teacher
             layers = () if request is None else request.attention or ()
-            online = open_online(
+            online = load_online_teacher(
                 teacher.model,
                 self.space.space,
                 teacher.device,

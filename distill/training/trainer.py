@@ -20,7 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainerState
 from distill.config import RunConfig
 from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset, ShuffledDataset
-from distill.data.prefetch import PrefetchedBatches, as_it_is
+from distill.data.prefetch import PrefetchedBatches, pass_through
 from distill.data.sampler import StreamingSampler
 from distill.errors import ConfigError, NonFiniteLoss, RunFolderError
 from distill.objectives.base import Internals, Objective, StudentOutput, TeacherTargets, TokenStates
@@ -221,7 +221,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         if workers == 0 and collate.online is None:
             # A step fetches all of its micro-batches at once.
             ahead = self.args.gradient_accumulation_steps + 1
-            batches, collate = PrefetchedBatches(batches, collate, sampler.following, ahead), as_it_is
+            batches, collate = PrefetchedBatches(batches, collate, sampler.following, ahead), pass_through
         return DataLoader(
             batches,
             batch_sampler=sampler,

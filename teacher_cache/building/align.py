@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.errors import DamagedCache, MissingRows, TeacherError, optional_import
+from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, shard_key
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
-from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
-from teacher_cache.teachers.folder import ModelFolder
-from teacher_cache.teachers.pieces import ignores_case, text_pieces
+from teacher_cache.teachers import TeacherOptions, load_tokenizer, resolve
+from teacher_cache.teachers.token_offsets import ignores_case, tokenize_with_offsets
 from teacher_cache.tokens.alignment import Alignment, align, check_method
 from teacher_cache.tokens.request import OTHER, ROLE
 from teacher_cache.tokens.token_columns import PIECES, TokenColumns
@@ -189,7 +188,7 @@ def align_corpus(
             for start in range(0, len(shard), ALIGNED_TEXTS):
                 part = shard[start : start + ALIGNED_TEXTS]
                 texts, teacher_pieces = cache.texts(part), tokens.gather_pieces(part)
-                student_pieces = text_pieces(tokenizer, texts, prompt=prompt, max_length=length)
+                student_pieces = tokenize_with_offsets(tokenizer, texts, prompt=prompt, max_length=length)
                 pieces = zip(texts, teacher_pieces, student_pieces, strict=True)
                 for place, (text, teacher, one) in enumerate(pieces, start):
                     found = align(text, teacher, one, method, lower=settings.lower)
@@ -214,26 +213,6 @@ def align_corpus(
             student_tokens=student_tokens,
             mapped=mapped,
             seconds=round(time.monotonic() - started, 3),
-        )
-
-
-def load_tokenizer(spec: TeacherSpec) -> Any:
-    """The tokenizer of a model.
-
-    Raises:
-        TeacherError: the model has no folder, or its tokenizer cannot be loaded.
-        MissingDependency: transformers is not installed.
-    """
-    if spec.folder is None:
-        raise TeacherError(f"{spec.space.teacher} has no folder to load a tokenizer from")
-    with optional_import(f"the tokenizer of {spec.space.teacher}"):
-        from transformers import AutoTokenizer
-
-        from teacher_cache.teachers.loading import loading
-    folder = ModelFolder(spec.folder).encoder
-    with loading(folder):
-        return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=spec.options.trust_remote_code
         )
 
 

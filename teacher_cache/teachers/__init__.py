@@ -1,13 +1,14 @@
-"""Teachers: a name becomes a spec, a spec becomes vectors.
+"""Teachers: a model name resolves to a spec, and a spec loads to a teacher that encodes texts.
 
-`resolve` reads configuration files and digests and imports no torch, so that a plan or a fully cached build
-costs no model; `load_teacher` loads.
+`resolve` reads configuration files and digests and does not import torch, so that a plan or a fully cached build loads
+no model.
 """
 
 import importlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from teacher_cache.errors import SpaceMismatch, TeacherError, optional_import
 from teacher_cache.space import EmbeddingSpace
@@ -15,7 +16,7 @@ from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, Teache
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.hub import find_folder
 from teacher_cache.teachers.precision import choose_dtype
-from teacher_cache.teachers.settings import asked_as, named_prompts
+from teacher_cache.teachers.settings import named_prompts, options_for_space
 from teacher_cache.tokens.request import TokenShape
 
 __all__ = [
@@ -25,10 +26,11 @@ __all__ = [
     "TeacherOptions",
     "TeacherSpec",
     "load_teacher",
-    "prompts_of",
+    "load_tokenizer",
+    "model_prompts",
     "resolve",
-    "resolve_as",
-    "settle_dtype",
+    "resolve_dtype",
+    "resolve_for_space",
     "token_shape",
 ]
 
@@ -41,48 +43,47 @@ BACKENDS: dict[str, str] = {
 
 
 def resolve(options: TeacherOptions) -> TeacherSpec:
-    """Find the teacher that `options` mean and say which space it speaks; loads nothing.
+    """The teacher of `options` and its space; loads no weights.
 
     Raises:
-        TeacherError: no such teacher, or one that cannot do what the options ask.
-        MissingDependency: the model has to come from the hub and huggingface_hub is absent.
+        TeacherError: no such model, or options that do not fit it.
+        MissingDependency: the model is on the hub and huggingface_hub is not installed.
     """
-    if options.backend is not None and ":" in options.backend and not Path(options.model).expanduser().is_dir():
-        # A back end of one's own may know its models by names that are no folders.
-        return backend_class(options.backend).resolve(options, None)
     backend = options.backend or ("toy" if options.model == "toy" else None)
-    if backend == "toy":
+    # A Teacher class outside the table may have model names that are not folders.
+    custom = backend is not None and ":" in backend and not Path(options.model).expanduser().is_dir()
+    if backend is not None and (custom or backend == "toy"):
         return backend_class(backend).resolve(options, None)
     folder = _folder(options)
     backend = backend or ("sentence_transformer" if folder.modules else "transformer")
     return backend_class(backend).resolve(options, folder.path)
 
 
-def resolve_as(space: EmbeddingSpace, options: TeacherOptions) -> TeacherSpec:
-    """The teacher that `options.model` means, asked in the very way of `space`.
+def resolve_for_space(space: EmbeddingSpace, options: TeacherOptions) -> TeacherSpec:
+    """The teacher `options.model` with the fields of `space`.
 
     Args:
-        space: as a cache holds it.
-        options: which model, and where it runs; how it is asked comes from the space.
+        space: of a cache.
+        options: the model and where it runs; other fields come from the space.
 
     Raises:
-        SpaceMismatch: the model is another teacher, or cannot be asked in this way.
+        SpaceMismatch: the model is not the one of the space.
     """
-    refused = f"the teacher {options.model} does not speak the cached space {space.slug}"
-    hint = "name the model that the cache was built with"
+    message = f"the model {options.model} does not match the cached space {space.slug}"
+    hint = "use the model that the cache was built with"
     try:
-        spec = resolve(asked_as(space, options))
+        spec = resolve(options_for_space(space, options))
     except TeacherError as error:
-        raise SpaceMismatch(f"{refused}: {error}; {hint}") from error
+        raise SpaceMismatch(f"{message}: {error}; {hint}") from error
     different = spec.space.difference(space)
     if different:
-        fields = "; ".join(f"{name} is {mine!r}, cached {theirs!r}" for name, (mine, theirs) in different.items())
-        raise SpaceMismatch(f"{refused}: {fields}; {hint}")
+        fields = "; ".join(f"{name} is {found!r}, cached {cached!r}" for name, (found, cached) in different.items())
+        raise SpaceMismatch(f"{message}: {fields}; {hint}")
     return spec
 
 
-def prompts_of(options: TeacherOptions) -> dict[str, str]:
-    """The prompts that a model names itself, by name; none of a teacher without files.
+def model_prompts(options: TeacherOptions) -> dict[str, str]:
+    """The named prompts of a model; empty for a teacher without files.
 
     Raises:
         TeacherError: no such model.
@@ -93,44 +94,62 @@ def prompts_of(options: TeacherOptions) -> dict[str, str]:
 
 
 def load_teacher(spec: TeacherSpec) -> Teacher:
-    """Load the teacher of a spec whose dtype is settled.
+    """Load the teacher of a spec with a resolved dtype.
 
     Raises:
-        TeacherError: the dtype is still "auto", the folder is not on this machine, loading failed, or the teacher
-            cannot say what the spec requests.
-        MissingDependency: torch, transformers or sentence-transformers is absent.
+        TeacherError: the dtype is "auto", the folder is not on this machine, loading failed, or the teacher cannot
+            fulfill the request.
+        MissingDependency: torch, transformers or sentence-transformers is not installed.
     """
     if spec.space.dtype == "auto":
-        raise TeacherError(f"the precision of {spec.space.teacher} is still 'auto': call settle_dtype first")
+        raise TeacherError(f"the dtype of {spec.space.teacher} is 'auto': call `resolve_dtype` first")
     if spec.folder is not None and not spec.folder.is_dir():
         raise TeacherError(
-            f"the folder of {spec.space.teacher} is not on this machine: {spec.folder}; put the model where "
-            "every worker sees it"
+            f"the folder of {spec.space.teacher} is not on this machine: {spec.folder}; copy the model to where every "
+            "worker can read it"
         )
     if spec.request is not None:
-        _require_sayable(spec)
+        _check_request(spec)
     with optional_import(f"teacher {spec.space.teacher}"):
         return backend_class(spec.space.backend)(spec)
 
 
-def token_shape(spec: TeacherSpec) -> TokenShape:
-    """The sizes of what a teacher says token by token, from configuration files alone.
+def load_tokenizer(spec: TeacherSpec) -> Any:
+    """The transformers tokenizer of a teacher or student.
 
     Raises:
-        TeacherError: its back end gives vectors alone, or its configuration leaves a size open.
+        TeacherError: the model has no folder, or its tokenizer cannot be loaded.
+        MissingDependency: transformers is not installed.
+    """
+    folder = spec.model_folder.encoder
+    with optional_import(f"the tokenizer of {spec.space.teacher}"):
+        from transformers import AutoTokenizer
+
+        from teacher_cache.teachers.loading import loading
+    with loading(folder):
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=spec.options.trust_remote_code
+        )
+
+
+def token_shape(spec: TeacherSpec) -> TokenShape:
+    """The sizes of a teacher's token output, from configuration files only.
+
+    Raises:
+        TeacherError: the backend returns vectors only, or the configuration lacks a size.
     """
     return backend_class(spec.space.backend).token_shape(spec)
 
 
 def resolve_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> TeacherSpec:
-    """Turn an "auto" precision into a real one; any other spec comes back as it is.
+    """The spec with its dtype "auto" replaced; any other spec unchanged.
 
     Args:
-        present: spaces that a cache already holds. One that differs from the spec in nothing but the
-            precision decides, so that a resumed build never hangs on a stopwatch.
+        present: spaces of a cache. If one differs from the spec only in its dtype, that dtype is used, so that a
+            resumed build does not depend on a time measurement.
 
     Raises:
-        TeacherError, MissingDependency: as `load_teacher`, which the probe needs.
+        TeacherError, MissingDependency: as `load_teacher`, which the measurement needs.
     """
     if spec.space.dtype != "auto":
         return spec
@@ -140,25 +159,25 @@ def resolve_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> 
     if spec.folder is None:
         return spec.with_dtype("float32")
     with optional_import(f"teacher {spec.space.teacher}"):
-        # Measured on vectors alone, so that one precision is right with tokens and without.
+        # Measured without token output, so that the dtype is the same with and without a request.
         return spec.with_dtype(choose_dtype(replace(spec, request=None), load_teacher))
 
 
-def _require_sayable(spec: TeacherSpec) -> None:
-    """Refuse a request that the teacher cannot follow before its weights are loaded."""
+def _check_request(spec: TeacherSpec) -> None:
+    """Refuse a request that the teacher cannot fulfill, before its weights are loaded."""
     shape = token_shape(spec)
-    asked = spec.request.attention if spec.request is not None else None
-    if asked is None:
+    layers = spec.request.attention if spec.request is not None else None
+    if layers is None:
         return
-    if list(asked) != sorted(set(asked)) or not all(1 <= layer <= shape.layers for layer in asked):
+    if list(layers) != sorted(set(layers)) or not all(1 <= layer <= shape.layers for layer in layers):
         raise TeacherError(
-            f"attention of the layers {', '.join(map(str, asked))} was asked of {spec.space.teacher}: expected "
+            f"the attention layers requested of {spec.space.teacher} are {', '.join(map(str, layers))}, expected "
             f"ascending numbers from 1 to {shape.layers}"
         )
     if spec.options.attn_implementation not in (None, "eager"):
         raise TeacherError(
-            f"attention maps need eager attention, but {spec.options.attn_implementation} was asked of "
-            f"{spec.space.teacher}: leave --attn-implementation out"
+            f"`attn_implementation` of {spec.space.teacher} is {spec.options.attn_implementation}, but attention maps "
+            "need eager: leave it out"
         )
 
 
@@ -167,20 +186,20 @@ def _folder(options: TeacherOptions) -> ModelFolder:
 
 
 def backend_class(name: str) -> type[Teacher]:
-    """The class of a back end, by its name in `BACKENDS` or as "package.module:Class".
+    """The class of a backend, by its name in `BACKENDS` or as "package.module:Class".
 
     Raises:
-        TeacherError: no such back end.
+        TeacherError: no such backend.
     """
     target = BACKENDS.get(name, name)
     module, colon, attribute = target.partition(":")
     if not colon:
-        raise TeacherError(f"unknown teacher back end {name!r}: expected {', '.join(BACKENDS)} or package.module:Class")
+        raise TeacherError(f"unknown `backend` {name!r}: expected {', '.join(BACKENDS)} or package.module:Class")
     try:
-        with optional_import(f"teacher back end {name!r}"):
+        with optional_import(f"`backend` {name!r}"):
             found = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
-        raise TeacherError(f"teacher back end {name!r} cannot be imported: {error}") from error
+        raise TeacherError(f"`backend` {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Teacher)):
-        raise TeacherError(f"teacher back end {name!r} is not a Teacher class")
+        raise TeacherError(f"`backend` {name!r} is not a Teacher class")
     return found

@@ -1,30 +1,34 @@
-"""What a teacher is: something with an embedding space that turns texts into vectors."""
+"""The interface of a teacher: its options, its embedding space, and texts to vectors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.space import EmbeddingSpace
+from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.tokens.request import TextTokens, TokenRequest, TokenShape
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a teacher said about n texts, in the order they were given.
+    """Teacher output for n texts, in order.
 
     Attributes:
-        vectors: `(n, dims)` float32. A row that stayed non-finite or null after a float32 retry is left as it
-            is, whatever the space's `normalize` says: the caller must quarantine it.
-        tokens: `(n,)` int32, tokens after truncation, specials and prompt included.
-        truncated: `(n,)` bool, texts that were longer than the space's `max_length`.
-        repaired: `(n,)` bool, rows that were non-finite or null in the compute precision and sound in float32.
-        by_token: n texts token by token, where the spec has a request.
+        vectors: `(n, dims)` float32. A row that is still non-finite or zero after a float32 retry is returned as it
+            is, even with `normalize`: the caller must quarantine it.
+        tokens: `(n,)` int32, tokens after truncation, special tokens and prompt included.
+        truncated: `(n,)` bool, texts longer than the `max_length` of the space.
+        repaired: `(n,)` bool, rows that were non-finite or zero in the compute precision and valid in float32.
+        by_token: token output of each text; None if the spec has no request.
     """
 
     vectors: npt.NDArray[np.float32]
@@ -36,11 +40,11 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherOptions:
-    """What a user may say about a teacher; None means "as the model's own files say".
+    """Model options of a user; None means the default of the model's files.
 
     Attributes:
         model: short name of a known family, hub id, local folder, or "toy".
-        batch_tokens: padded tokens a forward pass may hold; None picks a value for the device.
+        batch_tokens: token budget of a forward pass, padding included; None picks one for the device.
         device: torch device; None picks CUDA, then MPS, then CPU.
     """
 
@@ -63,11 +67,11 @@ class TeacherOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSpec:
-    """A resolved teacher that is not loaded yet: picklable, cheap, enough to know its space.
+    """A resolved teacher that is not loaded yet; picklable.
 
     Attributes:
-        folder: local folder that holds the model's files; None for a teacher without files.
-        request: what is wanted besides sentence vectors; None for these alone.
+        folder: local folder of the model's files; None for a teacher without files.
+        request: token output to compute besides the vectors; None for vectors only.
     """
 
     options: TeacherOptions
@@ -76,14 +80,25 @@ class TeacherSpec:
     request: TokenRequest | None = None
 
     def with_dtype(self, dtype: str) -> Self:
-        """The same teacher with its compute precision settled."""
+        """The same teacher in the given compute precision."""
         return replace(self, space=replace(self.space, dtype=dtype))
+
+    @property
+    def model_folder(self) -> ModelFolder:
+        """The model's files.
+
+        Raises:
+            TeacherError: the teacher has no files.
+        """
+        if self.folder is None:
+            raise TeacherError(f"{self.space.teacher} has no model folder, expected one written by save_pretrained")
+        return ModelFolder(self.folder)
 
 
 class Teacher(ABC):
     """A loaded teacher.
 
-    A back end is one file in this folder: a subclass with `resolve` and `__init__(spec)`, and one line in
+    A backend is one file in this folder, a subclass with `resolve` and `__init__(spec)`, and one line in
     `teacher_cache.teachers.BACKENDS`.
     """
 
@@ -92,32 +107,37 @@ class Teacher(ABC):
     @classmethod
     @abstractmethod
     def resolve(cls, options: TeacherOptions, folder: Path | None) -> TeacherSpec:
-        """The space these options mean, from configuration files alone: no weights are loaded, no torch.
+        """The space of these options, from configuration files only: loads no weights and no torch.
 
         Raises:
-            TeacherError: the files are missing or contradict the options.
+            TeacherError: files are missing or contradict the options.
         """
 
     @classmethod
     def token_shape(cls, spec: TeacherSpec) -> TokenShape:
-        """The sizes of what it says token by token, from configuration files alone.
+        """The sizes of the token output, from configuration files only.
 
         Raises:
-            TeacherError: it gives vectors alone, as any back end does that does not say otherwise.
+            TeacherError: the backend returns vectors only, which is the default.
         """
         raise TeacherError(
-            f"{spec.space.teacher} speaks through the back end {spec.space.backend}, which gives vectors alone: what "
-            "is said token by token needs a model folder and --backend transformer or sentence_transformer"
+            f"the backend {spec.space.backend} of {spec.space.teacher} returns vectors only: token output needs a "
+            "model folder and `backend` transformer or sentence_transformer"
         )
 
     @abstractmethod
     def __init__(self, spec: TeacherSpec) -> None:
-        """Load the model that `spec` describes; `spec.space.dtype` is settled."""
+        """Load the model of `spec`, whose dtype is resolved."""
 
     @abstractmethod
     def encode_counted(self, texts: Sequence[str]) -> Encoded:
-        """Vectors and counts for n texts; the order of the texts changes nothing but rounding."""
+        """Vectors and counts of n texts, in order; the order of the texts changes nothing but rounding."""
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """`(n, dims)` float32 vectors of n texts, in order."""
         return self.encode_counted(texts).vectors
+
+    @property
+    def network(self) -> "torch.nn.Module | None":
+        """The transformers model that computes the vectors; None for other teachers."""
+        return None

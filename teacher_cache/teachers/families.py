@@ -1,8 +1,8 @@
-"""What the model cards of well-known teachers say and their files leave out.
+"""Defaults of well-known teachers that are in their model cards but not in their files.
 
-A family is found by hub id, or by the model's name when it lies in a local folder. What a user asks for
-comes first; the model's own files come before the family for pooling, prompts and length, and after it for
-the padding side, which tokenizer files name by habit rather than by choice.
+A family is found by hub id, or by the name of a local folder. Options of the user come first. For pooling, prompts and
+length the model's files come before the family; for the padding side they come after it, because tokenizer files often
+have a side that nobody chose.
 """
 
 import difflib
@@ -22,11 +22,11 @@ class Family:
         hub_id: `owner/name` on the model hub.
         pooling: "mean", "cls" or "last_token".
         dims: width of the model's vectors.
-        max_length: tokens. A model that can read more than 8,192 is held to 8,192: attention memory grows
-            with the square of the length on most devices, and sentences never come near it.
-        prompts: name -> text put in front of the input.
-        prompt_required: the model was trained with a prompt on every text, so that leaving it out lowers
-            quality without any sign of it. Such a model is never run without an explicit choice.
+        max_length: tokens, at most 8,192: attention memory grows with the square of the length on most devices, and
+            sentences are far shorter.
+        prompts: name -> text before the input.
+        prompt_required: the model was trained with a prompt on every text and is silently worse without one. It never
+            runs without an explicit choice.
         trust_remote_code: the model's code is not part of transformers.
     """
 
@@ -124,14 +124,14 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def family_of(label: str) -> Family | None:
-    """The family of a hub id (`owner/name`, which must match as a whole) or of a model's bare name."""
+def find_family(label: str) -> Family | None:
+    """The family of a hub id (`owner/name`, which must match as a whole) or of a model name."""
     family = FAMILIES.get(label.rsplit("/", 1)[-1].lower())
     if family is None or ("/" in label and label.lower() != family.hub_id.lower()):
         return None
     return family
 
 
-def nearest_names(name: str, count: int = 3) -> list[str]:
-    """Names of families that look like `name`, best first; empty when none does."""
+def similar_names(name: str, count: int = 3) -> list[str]:
+    """Names of families similar to `name`, best first; empty if there are none."""
     return difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), FAMILIES, n=count, cutoff=0.5)

@@ -1,7 +1,7 @@
-"""A model folder as its files describe it: configuration, weights and tokenizer, read without torch.
+"""A model folder: configuration, weights and tokenizer files, read without torch.
 
-The digests say what would change a vector and nothing else: the folder's own path and the libraries'
-version stamps are left out, so that a moved or re-downloaded model stays the same teacher.
+The digests cover only what changes a vector. Paths and library versions are left out, so that a model that was moved
+or downloaded again stays the same teacher.
 """
 
 import json
@@ -17,11 +17,11 @@ from teacher_cache.errors import TeacherError
 from teacher_cache.storage.files import digest
 from teacher_cache.tokens.request import TokenShape
 
-# A run folder has this record, and its student in this folder.
+# The record of a run in its folder, and the subfolder of its student.
 RUN_RECORD = "run.json"
 STUDENT = "final"
 
-# Stamps of who wrote a file and where, and the precision weights were saved in (their bytes are hashed).
+# Where and by which version a file was written, and the dtype of the weights (their bytes are hashed).
 _NOT_IDENTITY = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _TOKENIZER_PATHS = frozenset({"name_or_path", "_name_or_path", "special_tokens_map_file", "tokenizer_file"})
 _TOKENIZER_FILES = (
@@ -34,20 +34,30 @@ _TOKENIZER_FILES = (
     "merges.txt",
 )
 
-# Their position table starts after the padding id, so two of its rows hold no position.
+# Models whose position table starts after the padding id, so that two of its rows are unused.
 _ROBERTA_LIKE = frozenset(
     {"camembert", "data2vec-text", "longformer", "mpnet", "roberta", "roberta-prelayernorm"}
     | {"xlm-roberta", "xlm-roberta-xl", "xmod"}
 )
 
-# Single-file names, best first; shards stand in NAME.index.json. The second is a pickle: it is loaded with
-# torch's weights_only, which makes tensors of it and runs nothing.
+# Single-file names in order of preference; NAME.index.json lists shards. The second is a pickle, which is loaded with
+# torch's weights_only: that creates tensors and runs no code.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
-# Modules that cannot be without weights.
+# Modules that have weights.
 _WEIGHTED = frozenset({"Transformer", "Dense", "LayerNorm"})
 
-# Decoders: only the last token has seen the whole text.
+# Pooling flags of older sentence-transformers releases, in the order in which the library concatenates them.
+_LEGACY_POOLING = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "last_token",
+}
+
+# Decoders: only the last token attends to the whole text.
 _CAUSAL = frozenset(
     {"gemma", "gemma2", "gpt2", "gpt_neox", "llama", "ministral", "mistral", "mixtral", "olmo2", "opt"}
     | {"phi", "phi3", "qwen2", "qwen3"}
@@ -56,33 +66,33 @@ _CAUSAL = frozenset(
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A local folder that holds one encoder.
+    """A local folder of one encoder.
 
     Attributes:
-        path: absolute, symbolic links followed.
+        path: absolute, symbolic links resolved.
     """
 
     path: Path
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Look at `path` and make sure that it can be loaded safely.
+        """The model folder at `path`, checked.
 
         Raises:
-            TeacherError: no folder, no configuration, no weights, or an adapter without its base.
+            TeacherError: no folder, no configuration, no weights, or an adapter without its base model.
         """
         folder = cls(path.expanduser().resolve())
         if not folder.path.is_dir():
-            raise TeacherError(f"model folder {folder.path} is not there: check the path, or give a hub id")
+            raise TeacherError(f"no folder at {folder.path}: check the path, or give a hub id")
         if not (folder.encoder / "config.json").is_file():
             raise TeacherError(
-                f"{folder.path} holds no model: no {'' if folder.modules else 'modules.json and no '}"
-                "config.json, expected a folder written by save_pretrained"
+                f"no model in {folder.path}: no {'' if folder.modules else 'modules.json and no '}config.json, "
+                "expected a folder written by save_pretrained"
             )
         if (folder.encoder / "adapter_config.json").is_file():
             raise TeacherError(
-                f"{folder.path} holds an adapter whose base weights lie elsewhere: "
-                "merge them with peft's merge_and_unload() and save the merged model"
+                f"{folder.path} is an adapter without its base model, expected a whole model: merge them with peft's "
+                "merge_and_unload() and save the merged model"
             )
         needed = {folder.encoder} | {
             folder.path / module["path"]
@@ -91,16 +101,12 @@ class ModelFolder:
         }
         for part in folder.parts:
             if not weight_files(part) and part in needed:
-                raise TeacherError(f"{part} holds no weights: expected {' or '.join(_WEIGHTS)}")
+                raise TeacherError(f"no weights in {part}: expected {' or '.join(_WEIGHTS)}; save the model again")
         return folder
-
-    # -- what the files say ------------------------------------------------------------------------------
 
     @cached_property
     def label(self) -> str:
-        """Hub id when the folder is a snapshot in the hub's cache, the run's name when it is a run's student,
-        otherwise the folder's name.
-        """
+        """Hub id of a snapshot in the hub's cache, name of the run of a student, otherwise the folder's name."""
         parent = self.path.parent
         if self.path.name == STUDENT and (parent / RUN_RECORD).is_file():
             return parent.name
@@ -110,12 +116,12 @@ class ModelFolder:
 
     @cached_property
     def revision(self) -> str:
-        """Commit of a hub snapshot, "" for a folder of one's own."""
+        """Commit of a hub snapshot, "" for other folders."""
         return self.path.name if "/" in self.label else ""
 
     @cached_property
     def modules(self) -> list[dict[str, Any]]:
-        """Entries of modules.json, empty for a plain transformers folder."""
+        """Entries of modules.json; empty for a plain transformers folder."""
         path = self.path / "modules.json"
         if not path.is_file():
             return []
@@ -123,11 +129,13 @@ class ModelFolder:
         if not isinstance(modules, list) or not all(
             isinstance(m, dict) and isinstance(m.get("path"), str) and isinstance(m.get("type"), str) for m in modules
         ):
-            raise TeacherError(f"{path} is not a list of modules with a path and a type each")
+            raise TeacherError(
+                f"{path} is damaged, expected a list of modules with path and type: save the model again"
+            )
         for module in modules:
             relative = PurePosixPath(module["path"])
             if relative.is_absolute() or ".." in relative.parts:
-                raise TeacherError(f"{path} names the module path {module['path']!r}, outside the folder")
+                raise TeacherError(f"{path} has the module path {module['path']!r}, expected one inside the folder")
         return modules
 
     def module_kinds(self) -> list[str]:
@@ -139,13 +147,26 @@ class ModelFolder:
         return self._json(self.path / self.modules[index]["path"] / "config.json")
 
     @cached_property
+    def pooling_modes(self) -> list[str]:
+        """Modes that the Pooling module concatenates; empty without such a module."""
+        kinds = self.module_kinds()
+        if "Pooling" not in kinds:
+            return []
+        config = self.module_config(kinds.index("Pooling"))
+        named = config.get("pooling_mode")
+        if named is not None:
+            modes = [named] if isinstance(named, str) else [str(mode) for mode in named]
+            return ["last_token" if mode == "lasttoken" else mode for mode in modes]
+        return [mode for flag, mode in _LEGACY_POOLING.items() if config.get(flag)] or ["mean"]
+
+    @cached_property
     def encoder(self) -> Path:
-        """Folder of the transformer itself: the first module's, or the folder."""
+        """Folder of the transformer: that of the first module, or the folder itself."""
         return self.path / self.modules[0]["path"] if self.modules else self.path
 
     @cached_property
     def parts(self) -> list[Path]:
-        """Every folder that holds files of the model, the encoder's first, each once."""
+        """Folders with files of the model, each once, starting with the encoder's."""
         return list(dict.fromkeys([self.encoder, *(self.path / m["path"] for m in self.modules)]))
 
     @cached_property
@@ -154,7 +175,7 @@ class ModelFolder:
 
     @cached_property
     def text_config(self) -> dict[str, Any]:
-        """The text tower's configuration of a model with several, otherwise the configuration."""
+        """Configuration of the text tower of a multimodal model, otherwise the whole configuration."""
         nested = self.config.get("text_config")
         return nested if isinstance(nested, dict) else self.config
 
@@ -164,13 +185,13 @@ class ModelFolder:
 
     @cached_property
     def sentence_config(self) -> dict[str, Any]:
-        """sentence_bert_config.json, or the file that older releases named after the architecture."""
+        """sentence_bert_config.json, or the file that older releases name after the architecture."""
         found = sorted(self.encoder.glob("sentence_*_config.json"))
         return self._json(found[0]) if found else {}
 
     @cached_property
     def usage_config(self) -> dict[str, Any]:
-        """config_sentence_transformers.json: prompts, default prompt, cut width."""
+        """config_sentence_transformers.json: prompts, default prompt, truncated width."""
         return self._json(self.path / "config_sentence_transformers.json")
 
     @property
@@ -179,7 +200,7 @@ class ModelFolder:
 
     @property
     def is_causal(self) -> bool:
-        """Whether only the last token has seen the whole text."""
+        """Whether a token attends to those before it only."""
         config = self.text_config
         if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
             return False
@@ -191,7 +212,7 @@ class ModelFolder:
         """Width of the encoder's token states.
 
         Raises:
-            TeacherError: config.json names no width.
+            TeacherError: config.json has no width.
         """
         return self._number("hidden_size", "d_model", "dim", "n_embd")
 
@@ -199,43 +220,41 @@ class ModelFolder:
         """Sizes of the encoder.
 
         Raises:
-            TeacherError: config.json names no width, number of layers or number of heads.
+            TeacherError: config.json has no width, number of layers or number of heads.
         """
         layers = self._number("num_hidden_layers", "n_layers", "n_layer", "num_layers")
         heads = self._number("num_attention_heads", "n_heads", "n_head", "num_heads")
         return TokenShape(width=self.hidden_size, layers=layers, heads=heads, causal=self.is_causal)
 
     def _number(self, *names: str) -> int:
-        """The first of the names that the configuration knows: each architecture has its own."""
+        """The value of the first of `names` in the configuration; architectures name sizes differently."""
         for name in names:
             if isinstance(number := self.text_config.get(name), int):
                 return number
-        raise TeacherError(f"{self.encoder / 'config.json'} names no {names[0]}")
+        raise TeacherError(f"{self.encoder / 'config.json'} has no {names[0]}, expected a number: save the model again")
 
     @property
     def positions(self) -> int | None:
-        """Longest input in tokens that the model has positions for; None when nothing bounds it."""
+        """Most tokens that the model has positions for; None if there is no bound."""
         count = self.text_config.get("max_position_embeddings")
         if not isinstance(count, int) or count <= 0:
             return None
         return count - 2 if self.model_type in _ROBERTA_LIKE else count
 
-    # -- digests -----------------------------------------------------------------------------------------
-
     def weights_digest(self) -> str:
-        """Hex digest of configurations, module list, the folder's own code and weights."""
+        """Hex digest of configurations, module list, code and weights."""
         files: list[Path] = [*self.path.glob("*.py")]
         for part in self.parts:
             files += [*part.glob("*.py"), *part.glob("*.safetensors"), *weight_files(part)]
         configs: dict[str, Any] = {"modules": self.modules}
         for part in self.parts:
             configs[self._relative(part)] = _without(self._json(part / "config.json"), _NOT_IDENTITY)
-        # The maximum length is a field of the space on its own.
+        # The maximum length is a separate field of the space.
         configs["sentence"] = _without(self.sentence_config, frozenset({"max_seq_length"}))
         return self._digest(configs, files)
 
     def tokenizer_digest(self) -> str:
-        """Hex digest of every file the tokenizer is read from."""
+        """Hex digest of the files of the tokenizer."""
         files = [self.encoder / name for name in _TOKENIZER_FILES if name != "tokenizer_config.json"]
         files = [path for path in files if path.is_file()]
         files += [*self.encoder.glob("*.model"), *self.encoder.glob("*.spm")]
@@ -244,7 +263,7 @@ class ModelFolder:
     def _digest(self, settings: Any, files: Iterable[Path]) -> str:
         total = blake2b(json.dumps(settings, sort_keys=True, ensure_ascii=True).encode(), digest_size=16)
         paths = sorted(set(files), key=self._relative)
-        # Hashing releases the interpreter lock: the shards of a large model are read side by side.
+        # Hashing releases the interpreter lock, so threads read the shards of a large model in parallel.
         with ThreadPoolExecutor(max_workers=8) as pool:
             for path, found in zip(paths, pool.map(digest, paths), strict=True):
                 total.update(self._relative(path).encode() + b"\0" + found)
@@ -258,12 +277,10 @@ class ModelFolder:
 
 
 def weight_files(part: Path) -> list[Path]:
-    """The files that a part's weights are loaded from; empty when it has none.
-
-    Safetensors, else PyTorch's pickles: both libraries prefer them in this order.
+    """Weight files of a part of a model: safetensors, otherwise PyTorch pickles, as the libraries prefer; or none.
 
     Raises:
-        TeacherError: an index names files that are not there.
+        TeacherError: files of an index are missing.
     """
     for name in _WEIGHTS:
         if (part / name).is_file():
@@ -275,7 +292,7 @@ def weight_files(part: Path) -> list[Path]:
         absent = sorted(named - {path.name for path in part.iterdir()})
         if absent:
             raise TeacherError(
-                f"{part} is incomplete: {len(absent)} weight files are missing, first {absent[0]}; "
+                f"{part} is incomplete: {len(absent)} weight files of {index.name} are missing, first {absent[0]}; "
                 "download the model again"
             )
         return [part / file for file in sorted(named)]
@@ -307,5 +324,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise TeacherError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(record, dict):
-        raise TeacherError(f"{path} holds {type(record).__name__}, expected an object")
+        raise TeacherError(f"{path} contains a {type(record).__name__}, expected a JSON object")
     return record

@@ -1,44 +1,42 @@
-"""Where a model's files are: a local folder, the hub's cache, or the hub."""
+"""Finding a model's files: in a local folder, in the hub's cache, or on the hub."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from teacher_cache.errors import TeacherError, optional_import
-from teacher_cache.teachers.families import FAMILIES, nearest_names
+from teacher_cache.teachers.families import FAMILIES, similar_names
 from teacher_cache.teachers.folder import RUN_RECORD, STUDENT, ModelFolder
 
-# Everything a teacher reads, sub-folders included; pickled weights are added where there are no others.
+# Files that a teacher reads, in subfolders too. Pickled weights are added where there are no safetensors.
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.spm"]
-# Exports for other runtimes would match the patterns above.
+# Exports for other runtimes, which match the patterns above.
 _IGNORED = ["onnx/*", "openvino/*", "original/*", "*/onnx/*", "*/openvino/*"]
 
 
 def find_folder(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:
-    """The local folder of `model`: a path, a known family's short name, or a hub id.
+    """The local folder of `model`: a path, the short name of a known family, or a hub id.
 
-    The path of a finished run means its student: a student is a teacher like any other.
-
-    The hub's cache answers before the hub: a model that was downloaded once keeps its commit until
-    `revision` asks for another, and needs no network.
+    The path of a finished run stands for its student. A model in the hub's cache is not downloaded again: it keeps its
+    commit, without network, until another `revision` is given.
 
     Raises:
-        TeacherError: `model` is none of these, or cannot be fetched.
+        TeacherError: `model` is none of these, or cannot be downloaded.
         MissingDependency: a hub id without huggingface_hub.
     """
     local = Path(model).expanduser()
     if model and local.is_dir():
         if revision is not None:
-            raise TeacherError(f"revision {revision!r} was given for the local folder {model}: leave it out")
-        return student_of(local.resolve())
+            raise TeacherError(f"`revision` is {revision!r}, but {model} is a local folder: leave it out")
+        return student_folder(local.resolve())
     if model.startswith((".", "~", "/")) or "\\" in model or model.count("/") > 1 or not model:
         raise TeacherError(f"no folder at {model!r}: check the path, or give a hub id such as BAAI/bge-m3")
     family = FAMILIES.get(model.lower())
     return _from_hub(model, family.hub_id if family else model, revision, trust_remote_code)
 
 
-def student_of(folder: Path) -> Path:
-    """The student in a run folder; any other folder as it is.
+def student_folder(folder: Path) -> Path:
+    """The student of a run folder; any other folder unchanged.
 
     Raises:
         TeacherError: the run has not finished.
@@ -46,12 +44,12 @@ def student_of(folder: Path) -> Path:
     if not (folder / RUN_RECORD).is_file():
         return folder
     if not (folder / STUDENT).is_dir():
-        raise TeacherError(f"the run in {folder} has left no student yet: no {STUDENT}; finish it first")
+        raise TeacherError(f"the run in {folder} has not finished: no {STUDENT}/, expected the trained student")
     return folder / STUDENT
 
 
-def _from_hub(asked: str, hub_id: str, revision: str | None, trust_remote_code: bool) -> Path:
-    with optional_import(f"teacher {asked!r} is not a local folder, and downloading it"):
+def _from_hub(model: str, hub_id: str, revision: str | None, trust_remote_code: bool) -> Path:
+    with optional_import(f"{model!r} is not a local folder, and downloading it"):
         import huggingface_hub
         from huggingface_hub import constants
 
@@ -60,35 +58,34 @@ def _from_hub(asked: str, hub_id: str, revision: str | None, trust_remote_code: 
         cached = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, local_files_only=True))
         ModelFolder.open(cached)
         return cached
-    except (OSError, ValueError) as absent_or_incomplete:
-        # Offline nothing better is to come: what the cache lacks is the answer.
-        if constants.HF_HUB_OFFLINE and isinstance(absent_or_incomplete, TeacherError):
+    except (OSError, ValueError) as error:
+        # An incomplete snapshot: without network it cannot be completed.
+        if constants.HF_HUB_OFFLINE and isinstance(error, TeacherError):
             raise
     try:
-        pickled = _pickles_needed(huggingface_hub.list_repo_files(hub_id, revision=revision))
+        pickled = _needed_pickles(huggingface_hub.list_repo_files(hub_id, revision=revision))
         folder = Path(
             huggingface_hub.snapshot_download(
                 hub_id, revision=revision, allow_patterns=[*patterns, *pickled], ignore_patterns=_IGNORED
             )
         )
         if trust_remote_code:
-            _fetch_code(folder)
+            _download_code(folder)
         return folder
-    # The hub's client raises OSError, ValueError and its HTTP library's own errors for one and the same
-    # thing: the model did not arrive.
+    # A failed download raises OSError, ValueError or the errors of the hub's HTTP library.
     except Exception as error:
-        raise TeacherError(_not_found(asked, error, offline=constants.HF_HUB_OFFLINE)) from error
+        raise TeacherError(_not_found(model, error, offline=constants.HF_HUB_OFFLINE)) from error
 
 
-def _pickles_needed(names: Iterable[str]) -> list[str]:
-    """Of a repository's files, PyTorch's weights that lie in folders without safetensors."""
+def _needed_pickles(names: Iterable[str]) -> list[str]:
+    """Pickled weights of a repository in folders without safetensors."""
     paths = [PurePosixPath(name) for name in names]
     safe = {path.parent for path in paths if path.suffix == ".safetensors"}
     return [str(path) for path in paths if fnmatch(path.name, "pytorch_model*.bin") and path.parent not in safe]
 
 
-def _fetch_code(folder: Path) -> None:
-    """Fetch the repositories that auto_map ("owner/name--file.Class") takes its code from."""
+def _download_code(folder: Path) -> None:
+    """Download the repositories of the code in auto_map ("owner/name--file.Class")."""
     import huggingface_hub
 
     auto_map = ModelFolder(folder).config.get("auto_map") or {}
@@ -96,13 +93,12 @@ def _fetch_code(folder: Path) -> None:
         huggingface_hub.snapshot_download(repository, allow_patterns=["*.py"])
 
 
-def _not_found(asked: str, error: Exception, *, offline: bool) -> str:
+def _not_found(model: str, error: Exception, *, offline: bool) -> str:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     if offline:
-        reason = ["HF_HUB_OFFLINE is set and the hub's cache does not hold it"]
-    near = nearest_names(asked)
-    names = ", ".join(near) if near else f"{', '.join(list(FAMILIES)[:3])}, ..."
+        reason = ["HF_HUB_OFFLINE is set and the model is not in the hub's cache"]
+    names = ", ".join(similar_names(model)) or f"{', '.join(list(FAMILIES)[:3])}, ..."
     return (
-        f"unknown model {asked!r}: not a folder, not one of the known names ({names}), "
+        f"unknown model {model!r}: not a folder, not one of the known names ({names}), "
         f"and not found on the hub ({reason[0][:200].rstrip(' .')})"
     )

@@ -1,4 +1,4 @@
-"""Which precision "auto" means: measured on the device, with the model itself, against float32."""
+"""Resolving the dtype "auto": bfloat16 measured against float32, with the model on its device."""
 
 import logging
 import time
@@ -12,11 +12,11 @@ from teacher_cache.teachers.base import Teacher, TeacherSpec
 
 logger = logging.getLogger("teacher_cache")
 
-# bfloat16 must earn its rounding error.
+# What bfloat16 must reach to be worth its rounding error.
 MIN_SPEEDUP = 1.1
 MIN_COSINE = 0.9995
 
-# Aim for all timed calls together; loading comes on top.
+# Aim for all timed calls together, without loading.
 _SECONDS = 2.0
 _ROUNDS = 3
 
@@ -37,10 +37,10 @@ PROBE_TEXTS = tuple(f"{text} {i}" if i else text for i in range(4) for text in _
 
 
 def choose_dtype(spec: TeacherSpec, load: Callable[[TeacherSpec], Teacher]) -> str:
-    """ "bfloat16" where it is at least 1.1 times faster than float32 and every probe vector keeps a cosine of
-    0.9995 with its float32 self, otherwise "float32"; never float16, which can overflow.
+    """ "bfloat16" if it is at least 1.1 times as fast as float32 and every probe vector has a cosine of at least
+    0.9995 to the float32 one, otherwise "float32"; never float16, which can overflow.
 
-    A model that does not fit on the device in float32 gets bfloat16 unmeasured.
+    A model that does not fit on the device in float32 gets bfloat16 without measuring.
 
     Raises:
         TeacherError: the teacher cannot be loaded in either precision.
@@ -60,9 +60,9 @@ def choose_dtype(spec: TeacherSpec, load: Callable[[TeacherSpec], Teacher]) -> s
     except TeacherError as error:
         if not isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
-        logger.info("%s: does not fit on %s in float32, computing in bfloat16 unmeasured", name, device)
+        logger.info("%s: does not fit on %s in float32, computing in bfloat16 without measuring", name, device)
         return "bfloat16"
-    count = _affordable(full)
+    count = _probe_size(full)
     reference, full_seconds = _timed(full, count)
     # One model at a time: a large teacher may fit on the device only once.
     del full
@@ -84,20 +84,20 @@ def choose_dtype(spec: TeacherSpec, load: Callable[[TeacherSpec], Teacher]) -> s
     return chosen
 
 
-def _affordable(teacher: Teacher) -> int:
-    """How many probe texts every timed call may have."""
+def _probe_size(teacher: Teacher) -> int:
+    """Number of probe texts in each timed call."""
     few = PROBE_TEXTS[: len(_SENTENCES)]
     started = time.perf_counter()
     teacher.encode(few)
     per_text = (time.perf_counter() - started) / len(few)
-    # Never fewer than the first eight, so that the cosine sees short and long texts.
+    # At least the first eight, so that the cosine covers short and long texts.
     return max(len(few), min(len(PROBE_TEXTS), int(_SECONDS / (2 * _ROUNDS * per_text))))
 
 
 def _timed(teacher: Teacher, count: int) -> tuple[npt.NDArray[np.float32], float]:
-    """Vectors of the first `count` probe texts, and the seconds of the fastest of a few rounds."""
+    """Vectors of the first `count` probe texts, and the seconds of the fastest round."""
     texts = PROBE_TEXTS[:count]
-    # The first call compiles kernels and fills caches.
+    # Warm-up: the first call compiles kernels and fills caches.
     vectors = teacher.encode(texts)
     seconds = []
     for _ in range(_ROUNDS):
@@ -109,6 +109,6 @@ def _timed(teacher: Teacher, count: int) -> tuple[npt.NDArray[np.float32], float
 
 def _lowest_cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    # A row that is not finite, or null, makes the minimum NaN, which passes no bound.
+    # A non-finite or zero row makes the minimum NaN, which fails every comparison.
     with np.errstate(invalid="ignore"):
         return float(np.min(np.sum(a * b, axis=1) / norms))

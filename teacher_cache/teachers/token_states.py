@@ -1,4 +1,4 @@
-"""From one forward pass over a padded batch to what was said of each text, token by token."""
+"""The token output of each text, recorded from one forward pass over a padded batch."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class TokenPass:
-    """What a request wants of b texts padded to t tokens, kept on the device until it is fetched.
+    """The requested token output of b texts padded to t tokens, on the device until `fetch`.
 
-    `visit` and `output` are for `attention.watching`.
+    `record_attention` and `record_output` are callbacks of `attention.record_forward`.
     """
 
     def __init__(self, request: TokenRequest, layers: int, mask: "Tensor") -> None:
@@ -26,8 +26,8 @@ class TokenPass:
         self._importance: Tensor | None = None
         self._states: Tensor | None = None
 
-    def visit(self, layer: int, maps: "Tensor", values: "Tensor") -> None:
-        """Keep the mean over the heads of a layer that is wanted, and the column sums of the last one."""
+    def record_attention(self, layer: int, maps: "Tensor", values: "Tensor") -> None:
+        """Keep the mean over heads of a requested layer, and the column sums of the last layer."""
         wanted = self._wanted is not None and layer in self._wanted
         if not wanted and layer != self._last:
             return
@@ -37,32 +37,32 @@ class TokenPass:
         if layer == self._last:
             self._importance = mean.masked_fill(self._mask.unsqueeze(2) == 0, 0.0).sum(dim=1)
 
-    def output(self, said: Any) -> None:
-        """Keep the last hidden states, those of padding left out: `(tokens of all texts, width)`."""
-        self._states = said[0][self._mask.bool()].float()
+    def record_output(self, output: Any) -> None:
+        """Keep the last hidden states without padding: `(tokens of all texts, width)`."""
+        self._states = output[0][self._mask.bool()].float()
 
     def fetch(self, pieces: Sequence[npt.NDArray[np.int32]]) -> list[TextTokens]:
-        """What was said of each text, in the order of the batch."""
+        """The token output of each text of the batch, given its word pieces."""
         if self._states is None:
-            raise RuntimeError("fetched before the forward pass was watched")
+            raise RuntimeError("fetch was called before a forward pass was recorded")
         states = self._states.cpu().numpy()
         importance = None if self._importance is None else self._importance.cpu().numpy()
-        maps = [one.cpu().numpy() for one in self._maps]
+        maps = [layer.cpu().numpy() for layer in self._maps]
         starts = self._mask.int().argmax(dim=1).cpu().tolist()
         texts, done = [], 0
-        for row, (start, of_text) in enumerate(zip(starts, pieces, strict=True)):
-            count = len(of_text)
+        for row, (start, text_pieces) in enumerate(zip(starts, pieces, strict=True)):
+            count = len(text_pieces)
             at = slice(start, start + count)
             attention = None
             if self._wanted is not None:
                 # Copied, so that the padded maps of the batch are freed.
                 attention = np.zeros((len(maps), count, count), dtype=np.float32)
-                for layer, one in enumerate(maps):
-                    attention[layer] = one[row, at, at]
+                for number, layer in enumerate(maps):
+                    attention[number] = layer[row, at, at]
             texts.append(
                 TextTokens(
                     states=states[done : done + count],
-                    pieces=of_text,
+                    pieces=text_pieces,
                     importance=None if importance is None else importance[row, at].copy(),
                     attention=attention,
                 )

@@ -1,7 +1,7 @@
-"""A teacher without a model: every text gets its own random but fixed direction.
+"""A teacher without a model, for tests and first runs: each text gets a fixed random direction.
 
-For tests and first runs. Vectors depend on the bytes of the text alone: they are the same on every machine,
-in every process and under every PYTHONHASHSEED.
+Vectors depend only on the bytes of the text: they are the same on every machine, in every process and for every
+PYTHONHASHSEED.
 """
 
 import re
@@ -15,8 +15,8 @@ import numpy.typing as npt
 from teacher_cache.errors import TeacherError
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
-from teacher_cache.teachers.pieces import pieces_of
-from teacher_cache.teachers.settings import chosen_pooling, chosen_prompt, normal_dtype
+from teacher_cache.teachers.settings import check_pooling, choose_prompt, dtype_name
+from teacher_cache.teachers.token_offsets import word_pieces
 from teacher_cache.tokens.request import TextTokens, TokenRequest, TokenShape
 
 _DIMS = 32
@@ -27,30 +27,32 @@ _TOKENS = TokenShape(width=24, layers=3, heads=2, causal=False)
 class ToyTeacher(Teacher):
     """`(n, dims)` vectors seeded by a hash of prompt and text; a token is a word between spaces.
 
-    Token by token a state is seeded by the word and its place, and in layer l token j gets a share of (j + l) of
-    every row of attention, counted from 0.
+    A token state is seeded by the word and its position. In layer l every row of attention gives token j a weight
+    proportional to j + l, with j from 0 and l from 1.
     """
 
     @classmethod
     def resolve(cls, options: TeacherOptions, folder: Path | None) -> TeacherSpec:
         if folder is not None or options.model != "toy":
-            raise TeacherError(f"the toy back end has one teacher, 'toy', not {options.model!r}")
-        if normal_dtype(options.dtype) not in ("auto", "float32"):
-            raise TeacherError(f"the toy teacher computes in float32 only, not {options.dtype}")
-        for name, number in (("dims", options.dims), ("max length", options.max_length)):
+            raise TeacherError(f"`model` is {options.model!r}, but the toy backend has one teacher, 'toy'")
+        if dtype_name(options.dtype) not in ("auto", "float32"):
+            raise TeacherError(f"`dtype` is {options.dtype}, but the toy teacher computes in float32 only")
+        for name, number in (("dims", options.dims), ("max_length", options.max_length)):
             if number is not None and number < 1:
-                raise TeacherError(f"{name} of the toy teacher is {number}, expected at least 1")
-        prompt = chosen_prompt(options, {"query": "query: ", "passage": "passage: "}) or ""
+                raise TeacherError(f"`{name}` of the toy teacher is {number}, expected at least 1")
+        prompt = choose_prompt(options, {"query": "query: ", "passage": "passage: "}) or ""
         max_length = options.max_length or _MAX_LENGTH
         if len(prompt.split()) >= max_length:
-            raise TeacherError(f"the prompt of the toy teacher fills its max length of {max_length} words")
+            raise TeacherError(
+                f"the prompt of the toy teacher fills its `max_length` of {max_length} words: use a larger one"
+            )
         space = EmbeddingSpace(
             teacher="toy",
             revision="",
             backend="toy",
             weights=blake2b(b"toy weights 2", digest_size=16).hexdigest(),
             tokenizer=blake2b(b"words between spaces", digest_size=16).hexdigest(),
-            pooling=chosen_pooling(options) or "mean",
+            pooling=check_pooling(options) or "mean",
             padding_side=options.padding_side or "right",
             prompt=prompt,
             max_length=max_length,
@@ -102,17 +104,17 @@ class ToyTeacher(Teacher):
         shares = (np.arange(count) + np.arange(1, _TOKENS.layers + 1)[:, None]).astype(np.float32)
         shares /= shares.sum(axis=1, keepdims=True)
         maps = np.repeat(shares[:, None], count, axis=1)
-        asked = request.attention
+        layers = request.attention
         states = _numbers([shake_128(name).digest(8 * _TOKENS.width) for name in names], _TOKENS.width)
         return TextTokens(
             states=states.astype(np.float32),
-            pieces=pieces_of([word.span() for word in words], np.zeros(count), ids, len(self.space.prompt)),
-            importance=None if asked is None else maps[-1].sum(axis=0),
-            attention=None if asked is None else maps[np.array(asked, dtype=np.int64) - 1],
+            pieces=word_pieces([word.span() for word in words], np.zeros(count), ids, len(self.space.prompt)),
+            importance=None if layers is None else maps[-1].sum(axis=0),
+            attention=None if layers is None else maps[np.array(layers, dtype=np.int64) - 1],
         )
 
 
 def _numbers(streams: Sequence[bytes], width: int) -> npt.NDArray[np.float64]:
-    """`(len(streams), width)` numbers of [-1, 1) out of 8 bytes each."""
+    """`(len(streams), width)` numbers in [-1, 1), from 8 bytes each."""
     raw = np.frombuffer(b"".join(streams), dtype="<u8").reshape(len(streams), width)
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0

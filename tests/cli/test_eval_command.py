@@ -104,7 +104,7 @@ def test_asymmetric_retrieval_needs_a_student_in_its_teachers_space(
 def test_a_teacher_other_than_that_of_the_run_is_refused(runs: Path, collection: Path, tmp_path: Path) -> None:
     words: list[str | Path] = ["eval", runs / "projected", "--retrieval", collection, "--mode", "teacher"]
     line = refused(distill(*words, "--teacher", write_bert(tmp_path / "other")))
-    assert "does not speak the cached space toy@" in line
+    assert "does not match the cached space toy@" in line
     other = tmp_path / "cache"
     scores(write_bert(tmp_path / "bert"), "--retrieval", collection, "--cache", other)
     line = refused(distill(*words[:-1], "asymmetric", "--cache", other, "--space", "bert"))

@@ -304,7 +304,7 @@ def test_retrieval_scores_equal_those_of_the_three_modes(made: Path) -> None:
 def test_the_teacher_encodes_as_in_training_also_if_its_files_name_a_query_prompt(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.evaluation.encoders.prompts_of", lambda options: {"query": "search: "})
+    monkeypatch.setattr("distill.evaluation.encoders.model_prompts", lambda options: {"query": "search: "})
     with TrainedRun.open(made / "leaf") as trained:
         with_model = asked(made, data=None, tasks=None, retrieval=made / "beir")(trained)
         without = asked(made, data=None, tasks=None, retrieval=made / "beir", teacher=None)(trained)

@@ -120,7 +120,7 @@ def test_a_cached_space_is_filled_only_by_its_own_model(model: Path, tmp_path: P
     expected = load_teacher(resolve(options(model, prompt="a river ", max_length=8))).encode(TEXTS)
     np.testing.assert_allclose(filled, expected, atol=1e-6)
     other = tiny_teachers.write_bert(tmp_path / "other", seed=1)
-    with pytest.raises(SpaceMismatch, match="does not speak the cached space"):
+    with pytest.raises(SpaceMismatch, match="does not match the cached space"):
         CachedEncoder(cache, slug, options(other))
 
 

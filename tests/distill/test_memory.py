@@ -45,7 +45,7 @@ def trained(config: RunConfig) -> dict[str, Tensor]:
 def test_what_is_computed_again_sees_the_dropout_of_the_first_time(
     settings: Any, sharpness: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.student.student.PORTION", 64)
+    monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 64)
     name = f"sharpness.name={sharpness}"
     found = trained(settings("low", name, "training.memory=low"))
     monkeypatch.setattr("distill.student.student.checkpoint", lambda compute, *inputs, use_reentrant: compute(*inputs))
@@ -58,7 +58,7 @@ def test_what_is_computed_again_sees_the_dropout_of_the_first_time(
 def test_without_dropout_low_memory_trains_to_the_default_weights(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.student.student.PORTION", 64)
+    monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 64)
 
     def still(name: str, *overrides: str) -> dict[str, Tensor]:
         # Not Adam, which makes whole steps of a rounding error: a key's bias has no gradient but that.
@@ -78,7 +78,7 @@ def test_without_dropout_low_memory_trains_to_the_default_weights(
 def test_what_is_computed_again_is_computed_in_the_precision_of_the_first_time(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distill.student.student.PORTION", 64)
+    monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 64)
     low = ("training.memory=low", "training.precision=bf16", "training.gradient_accumulation_steps=2")
     found = trained(settings("low", *low))
     monkeypatch.setattr("distill.student.student.checkpoint", lambda compute, *inputs, use_reentrant: compute(*inputs))
@@ -142,7 +142,7 @@ def test_of_portions_less_is_kept_than_of_blocks_and_of_a_small_batch_as_much(
 ) -> None:
     blocks = kept_bytes(parts(settings("blocks", "training.arguments.activation_checkpointing=true")))
     assert kept_bytes(parts(settings("small", "training.memory=low"))) == blocks
-    monkeypatch.setattr("distill.student.student.PORTION", 64)
+    monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 64)
     assert kept_bytes(parts(settings("low", "training.memory=low"))) < blocks
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill.data.online import OnlineTeacher, open_online
+from distill.data.online import OnlineTeacher, load_online_teacher
 from distill.errors import NeedsNotMet
 from teacher_cache.errors import SpaceMismatch
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
@@ -39,7 +39,7 @@ def options(model: Path | str, **more: Any) -> TeacherOptions:
 
 def online(model: Path, *, internals: bool = True, **more: Any) -> OnlineTeacher:
     space = resolve(options(model, **more)).space
-    return open_online(str(model), space, "cpu", EVERYTHING, internals)
+    return load_online_teacher(str(model), space, "cpu", EVERYTHING, internals)
 
 
 WAYS: list[dict[str, Any]] = [
@@ -54,7 +54,7 @@ WAYS: list[dict[str, Any]] = [
 def test_it_is_asked_as_the_cached_space_was(models: dict[str, Path], name: str, way: dict[str, Any]) -> None:
     spec = resolve(options(models[name], **way))
     cached = load_teacher(replace(spec, request=EVERYTHING)).encode_counted(TEXTS)
-    teacher = open_online(str(models[name]), spec.space, "cpu", EVERYTHING)
+    teacher = load_online_teacher(str(models[name]), spec.space, "cpu", EVERYTHING)
     said = teacher.said(TEXTS)
     assert teacher.space == spec.space
     np.testing.assert_array_equal(said.vectors, cached.vectors)
@@ -67,7 +67,7 @@ def test_it_is_asked_as_the_cached_space_was(models: dict[str, Path], name: str,
 
 def test_a_short_name_and_the_toy_teacher_work_too() -> None:
     space = resolve(TeacherOptions(model="toy", dims=12, prompt="ask ")).space
-    teacher = open_online("toy", space, None, TokenRequest())
+    teacher = load_online_teacher("toy", space, None, TokenRequest())
     said = teacher.said(["one two"])
     np.testing.assert_array_equal(
         said.vectors, load_teacher(resolve(TeacherOptions(model="toy", dims=12, prompt="ask "))).encode(["one two"])
@@ -79,13 +79,13 @@ def test_a_short_name_and_the_toy_teacher_work_too() -> None:
 def test_another_teacher_is_refused_by_the_field_that_differs(models: dict[str, Path], tmp_path: Path) -> None:
     space = resolve(options(models["bert"])).space
     other = tiny_teachers.write_bert(tmp_path / "other", seed=1)
-    with pytest.raises(SpaceMismatch, match=r"does not speak the cached space .*: weights is '.*', cached '") as caught:
-        open_online(str(other), space, "cpu")
+    with pytest.raises(SpaceMismatch, match=r"does not match the cached space .*: weights is '.*', cached '") as caught:
+        load_online_teacher(str(other), space, "cpu")
     assert "tokenizer" not in str(caught.value)
     copy = shutil.copytree(models["bert"], tmp_path / "left")
     tiny_teachers.edit_json(copy / "tokenizer_config.json", truncation_side="left")
     with pytest.raises(SpaceMismatch, match="truncation_side is 'left', cached 'right'"):
-        open_online(str(copy), space, "cpu")
+        load_online_teacher(str(copy), space, "cpu")
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
@@ -95,7 +95,7 @@ def test_internals_stand_beside_the_tokens_in_the_order_of_the_texts(
     models: dict[str, Path], name: str, teacher_side: str, padding_side: str
 ) -> None:
     teacher = online(models[name], padding_side=teacher_side)
-    encoded, internals = teacher.said_with_internals(TEXTS, padding_side=padding_side)
+    encoded, internals = teacher.encode_with_internals(TEXTS, padding_side=padding_side)
     assert encoded.by_token is not None
     longest = max(encoded.tokens)
     assert internals.hidden.shape == (3, len(TEXTS), longest, 16)
@@ -106,7 +106,7 @@ def test_internals_stand_beside_the_tokens_in_the_order_of_the_texts(
         maps = internals.attention[:, row, :, at, at]
         np.testing.assert_allclose(maps.mean(1), one.attention, atol=1e-6)  # type: ignore[arg-type]
         torch.testing.assert_close(maps.sum(-1), torch.ones(2, 2, count))
-        _, alone = teacher.said_with_internals([TEXTS[row]])
+        _, alone = teacher.encode_with_internals([TEXTS[row]])
         torch.testing.assert_close(internals.values[row, :, at], alone.values[0], atol=1e-5, rtol=1e-4)
         for tensor in (internals.hidden[:, row], internals.attention[:, row], internals.values[row]):
             place = 1 if tensor.dim() == 3 and tensor.shape[1] == longest else -2
@@ -118,7 +118,7 @@ def test_internals_stand_beside_the_tokens_in_the_order_of_the_texts(
 def test_answers_are_constants_that_a_loss_can_use(models: dict[str, Path]) -> None:
     teacher = online(models["bert"])
     weight = torch.ones(16, requires_grad=True)
-    _, internals = teacher.said_with_internals(TEXTS)
+    _, internals = teacher.encode_with_internals(TEXTS)
     assert not internals.hidden.requires_grad
     assert not any(tensor.is_inference() for tensor in vars(internals).values())
     (internals.hidden * weight).sum().backward()  # what inference tensors refuse
@@ -130,9 +130,9 @@ def test_autocast_of_the_student_does_not_reach_it(models: dict[str, Path]) -> N
     plain = teacher.said(TEXTS).vectors
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = teacher.said(TEXTS).vectors
-        _, internals = teacher.said_with_internals(TEXTS)
+        _, internals = teacher.encode_with_internals(TEXTS)
     np.testing.assert_array_equal(inside, plain)
-    torch.testing.assert_close(internals.attention, teacher.said_with_internals(TEXTS)[1].attention, atol=0, rtol=0)
+    torch.testing.assert_close(internals.attention, teacher.encode_with_internals(TEXTS)[1].attention, atol=0, rtol=0)
 
 
 def test_it_draws_no_random_numbers_of_the_student(models: dict[str, Path]) -> None:
@@ -140,14 +140,14 @@ def test_it_draws_no_random_numbers_of_the_student(models: dict[str, Path]) -> N
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    teacher.said_with_internals(TEXTS)
+    teacher.encode_with_internals(TEXTS)
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_internals_come_out_of_one_pass_or_not_at_all(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = online(models["bert"])
     many = [f"the cat sat on {'the ' * (place % 30)}mat" for place in range(300)]
-    encoded, internals = teacher.said_with_internals(many)
+    encoded, internals = teacher.encode_with_internals(many)
     assert internals.hidden.shape[1] == len(encoded.vectors) == 300
     attempt = BatchedEncoder._attempt
     monkeypatch.setattr(
@@ -156,14 +156,14 @@ def test_internals_come_out_of_one_pass_or_not_at_all(models: dict[str, Path], m
         lambda self, model, tokens, rows: attempt(self, model, tokens, rows) if len(rows) < 3 else None,
     )
     with pytest.raises(NeedsNotMet, match="a batch of 4 texts took 2 passes"):
-        teacher.said_with_internals(TEXTS)
+        teacher.encode_with_internals(TEXTS)
 
 
 def test_internals_that_cannot_be_had_are_refused(models: dict[str, Path]) -> None:
     toy = resolve(TeacherOptions(model="toy")).space
     with pytest.raises(NeedsNotMet, match="no transformers model"):
-        open_online("toy", toy, internals=True)
+        load_online_teacher("toy", toy, internals=True)
     with pytest.raises(NeedsNotMet, match="opened without"):
-        online(models["bert"], internals=False).said_with_internals(TEXTS)
+        online(models["bert"], internals=False).encode_with_internals(TEXTS)
     with pytest.raises(NeedsNotMet, match="grouped queries"):
-        online(models["qwen3"]).said_with_internals(TEXTS)
+        online(models["qwen3"]).encode_with_internals(TEXTS)

@@ -312,7 +312,7 @@ def test_low_memory_with_sharpness_halves_the_memory_and_8_bit_states_leave_a_th
 
 
 def test_with_low_memory_activations_hardly_grow_with_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.student.student.PORTION", 512)
+    monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 512)
 
     def grown(memory: str) -> int:
         small, large = (traced(f"training.memory={memory}", texts=texts, length=64) for texts in (8, 16))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from distill.data.dataset import CachedDataset, ShuffledDataset
-from distill.data.prefetch import PrefetchedBatches, as_it_is
+from distill.data.prefetch import PrefetchedBatches, pass_through
 from distill.data.sampler import StreamingSampler
 from distill.training.trainer import DistillTrainer
 from teacher_cache.errors import DamagedCache
@@ -55,7 +55,7 @@ def prefetched(
 ) -> DataLoader[Any]:
     sampler = StreamingSampler(order, **options)
     batches = PrefetchedBatches(ShuffledDataset(data, order), collate, sampler.following, ahead)
-    return DataLoader(batches, batch_sampler=sampler, collate_fn=as_it_is)
+    return DataLoader(batches, batch_sampler=sampler, collate_fn=pass_through)
 
 
 def epochs(loader: DataLoader[Any], count: int) -> list[dict[str, Any]]:

@@ -118,9 +118,9 @@ def one_line(config: StudentConfig) -> str:
 
 
 def test_a_folder_that_is_no_model_is_refused_in_one_line(tiny_student: Path, tmp_path: Path) -> None:
-    assert "--student" in one_line(StudentConfig())
+    assert "student.model" in one_line(StudentConfig())
     (tmp_path / "notes").mkdir()
-    assert "holds no model" in one_line(StudentConfig(model=str(tmp_path / "notes")))
+    assert "no model in" in one_line(StudentConfig(model=str(tmp_path / "notes")))
     assert str(tmp_path / "absent") in one_line(StudentConfig(model=str(tmp_path / "absent")))
     assert "max" in one_line(StudentConfig(model=str(tiny_student), max_length=1000)).lower()
     assert "pooling" in one_line(StudentConfig(model=str(tiny_student), pooling="average"))
@@ -131,7 +131,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tiny_student: Path, tmp_path
 
     shutil.copytree(tiny_student, tmp_path / "cut")
     tiny_teachers.edit_json(tmp_path / "cut" / "config.json", num_hidden_layers=3)
-    assert "does not hold the weights" in one_line(StudentConfig(model=str(tmp_path / "cut")))
+    assert "does not contain the weights" in one_line(StudentConfig(model=str(tmp_path / "cut")))
 
 
 def test_a_saved_encoder_loads_again(tiny_student: Path, tmp_path: Path) -> None:

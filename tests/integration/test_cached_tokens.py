@@ -219,7 +219,7 @@ def test_another_online_teacher_is_refused_with_the_field_that_differs(
 ) -> None:
     other = tiny_teachers.write_mpnet(tmp_path / "other", seed=8)
     of = with_online_teacher(config(caches("mpnet"), tiny_student, tmp_path / "run", method), other)
-    with pytest.raises(SpaceMismatch, match=r"does not speak the cached space .*weights is '.*', cached '"):
+    with pytest.raises(SpaceMismatch, match=r"does not match the cached space .*weights is '.*', cached '"):
         run(of)
     assert not (tmp_path / "run" / "config.yaml").exists()
 

@@ -15,7 +15,7 @@ from teacher_cache.errors import DamagedCache, MissingRows, TeacherError
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions, resolve
-from teacher_cache.teachers.pieces import text_pieces
+from teacher_cache.teachers.token_offsets import tokenize_with_offsets
 from teacher_cache.tokens.alignment import Alignment, align
 from teacher_cache.tokens.request import TokenRequest
 from tests.conftest import varied_texts
@@ -64,7 +64,7 @@ def test_stored_alignments_equal_computed_ones(tmp_path: Path, tiny_student: Pat
         assert view.tokens is not None
         rows = np.random.default_rng(0).permutation(40)
         texts, teacher_pieces = cache.texts(rows), view.tokens.gather_pieces(rows)
-        student_pieces = text_pieces(AutoTokenizer.from_pretrained(tiny_student), texts, max_length=64)
+        student_pieces = tokenize_with_offsets(AutoTokenizer.from_pretrained(tiny_student), texts, max_length=64)
         assert stored.present(rows).all()
         found = stored.gather(rows)
         again = pickle.loads(pickle.dumps(stored)).gather(rows)

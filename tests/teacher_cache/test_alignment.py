@@ -275,10 +275,10 @@ def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
 def test_a_real_tokenizer_is_aligned_with_single_characters(minilm: Path) -> None:
     from transformers import AutoTokenizer
 
-    from teacher_cache.teachers.pieces import text_pieces
+    from teacher_cache.teachers.token_offsets import tokenize_with_offsets
 
     text = "Unbelievably quiet harbours"
-    (student,) = text_pieces(AutoTokenizer.from_pretrained(minilm), [text])
+    (student,) = tokenize_with_offsets(AutoTokenizer.from_pretrained(minilm), [text])
     letters = pieces(*((place, place + 1) for place in range(len(text))), specials=True)
     found = align(text, letters, student, "offset", lower=True)
     # Each word meets its first letter; specials meet specials.

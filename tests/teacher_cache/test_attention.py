@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from teacher_cache.errors import TeacherError
-from teacher_cache.teachers.attention import layers_of, make_recordable, watching
+from teacher_cache.teachers.attention import count_layers, make_recordable, record_forward
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -72,7 +72,7 @@ def test_maps_are_those_of_eager_attention(name: str) -> None:
     expected = run(model, output_attentions=True)
     make_recordable(model)
     seen = Seen()
-    with watching(model, visit=seen):
+    with record_forward(model, on_attention=seen):
         said = run(model)
     assert torch.equal(said[0], expected[0])
     assert seen.layers == [1, 2, 3]
@@ -91,7 +91,7 @@ def test_training_goes_on_as_under_eager_attention_but_maps_are_before_dropout(n
     assert (expected.attentions[0].sum(-1) - 1).abs().max() > 0.1
     make_recordable(model)
     seen = Seen()
-    with watching(model, visit=seen):
+    with record_forward(model, on_attention=seen):
         said = run(model)
     assert torch.equal(said[0], expected[0])
     (same,) = torch.autograd.grad(said[0].square().sum(), [model.get_input_embeddings().weight])
@@ -106,7 +106,7 @@ def test_outside_the_context_nothing_is_seen_and_nothing_is_left() -> None:
         model = tiny(name).eval()
         make_recordable(model)
         seen = Seen()
-        with pytest.raises(ZeroDivisionError), watching(model, visit=seen, output=lambda said: 1 / 0):
+        with pytest.raises(ZeroDivisionError), record_forward(model, on_attention=seen, on_output=lambda said: 1 / 0):
             run(model)
         seen.layers.clear()
         run(model)
@@ -121,8 +121,8 @@ def test_contexts_stand_in_each_other_and_models_beside_each_other(name: str) ->
     for model in (one, other):
         make_recordable(model)
     outer, inner, beside = Seen(), Seen(), Seen()
-    with watching(other, visit=beside), watching(one, visit=outer):
-        with watching(one, visit=inner):
+    with record_forward(other, on_attention=beside), record_forward(one, on_attention=outer):
+        with record_forward(one, on_attention=inner):
             run(one)
         run(one)
     assert (outer.layers, inner.layers, beside.layers) == ([1, 2, 3] * 2, [1, 2, 3], [])
@@ -131,9 +131,9 @@ def test_contexts_stand_in_each_other_and_models_beside_each_other(name: str) ->
 def test_the_whole_output_is_seen_with_the_options_given_even_past_hooks() -> None:
     model = tiny("Bert", "sdpa").eval()
     found: list[Any] = []
-    with watching(model, output=found.append, output_hidden_states=True):
+    with record_forward(model, on_output=found.append, output_hidden_states=True):
         model.forward(input_ids=IDS, attention_mask=MASK)
-    assert len(found[0].hidden_states) == layers_of(model) + 1
+    assert len(found[0].hidden_states) == count_layers(model) + 1
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -141,13 +141,13 @@ def test_maps_survive_activation_checkpointing() -> None:
     model = tiny("Bert").train()
     make_recordable(model)
     plain, again = Seen(), Seen()
-    with watching(model, visit=plain):
+    with record_forward(model, on_attention=plain):
         run(model)
     torch.stack(plain.maps).square().sum().backward()
     expected = model.embeddings.word_embeddings.weight.grad.clone()
     model.zero_grad()
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    with watching(model, visit=again):
+    with record_forward(model, on_attention=again):
         said = run(model)
     (torch.stack(again.maps).square().sum() + 0 * said[0].sum()).backward()
     torch.testing.assert_close(model.embeddings.word_embeddings.weight.grad, expected)
@@ -164,7 +164,7 @@ def test_a_saved_model_knows_nothing_of_it(tmp_path: Any) -> None:
 
 def test_a_model_of_other_attention_is_refused() -> None:
     config = transformers.DebertaV2Config(**SIZES)
-    with pytest.raises(TeacherError, match="DebertaV2Model computes its attention in a way that cannot be looked into"):
+    with pytest.raises(TeacherError, match="the attention of DebertaV2Model cannot be recorded"):
         make_recordable(AutoModel.from_config(config))
 
 
@@ -172,5 +172,8 @@ def test_a_layer_that_stays_unseen_is_an_error() -> None:
     model = tiny("Bert").eval()
     make_recordable(model)
     del model.encoder.layer[2]
-    with pytest.raises(TeacherError, match="maps of 2 layers, expected those of its 3"), watching(model, visit=Seen()):
+    with (
+        pytest.raises(TeacherError, match="maps of 2 layers, expected those of its 3"),
+        record_forward(model, on_attention=Seen()),
+    ):
         run(model)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2Model
 
-from teacher_cache.teachers import bfloat16, load_teacher, resolve
+from teacher_cache.teachers import linear, load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions
-from teacher_cache.teachers.bfloat16 import Bfloat16Linear, multiply_in_bfloat16
-from teacher_cache.teachers.transformer import load_encoder
+from teacher_cache.teachers.linear import Bfloat16Linear, use_bfloat16
+from teacher_cache.teachers.loading import load_encoder
 from tests.teacher_cache.tiny_teachers import write_bert, write_mpnet, write_qwen3, write_xlm_roberta
 
 CPU = torch.device("cpu")
@@ -26,8 +26,8 @@ ROUNDING = 2.0**-8
 @pytest.fixture(params=["oneDNN", "torch"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
-        monkeypatch.setattr(bfloat16, "_ONEDNN", None)
-    elif bfloat16._ONEDNN is None:
+        monkeypatch.setattr(linear, "_ONEDNN_BFLOAT16", None)
+    elif linear._ONEDNN_BFLOAT16 is None:
         pytest.skip("oneDNN does not multiply in bfloat16 here")
     return str(request.param)
 
@@ -40,7 +40,7 @@ def test_a_layer_multiplies_rounded_numbers_and_says_float32() -> None:
     network = nn.Sequential(exact)
     states = torch.randn(5, 3, 24)
     expected = states.bfloat16().double() @ exact.weight.bfloat16().double().T + exact.bias.bfloat16().double()
-    multiply_in_bfloat16(network)
+    use_bfloat16(network)
     found = network(states)
     assert found.dtype == torch.float32
     assert torch.equal(found, found.bfloat16().float())
@@ -92,7 +92,7 @@ def test_vectors_are_nearer_to_float32_than_those_of_a_model_that_is_rounded_thr
 
 def test_a_model_without_such_layers_is_rounded_throughout() -> None:
     network = GPT2Model(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20, n_positions=16))
-    multiply_in_bfloat16(network)
+    use_bfloat16(network)
     assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
 
 
@@ -102,7 +102,7 @@ def test_a_weight_that_an_embedding_shares_is_rounded_for_the_layer_alone() -> N
     layer.weight = embedding.weight
     table = embedding.weight.detach().clone()
     network = nn.Sequential(embedding, layer)
-    multiply_in_bfloat16(network)
+    use_bfloat16(network)
     assert torch.equal(embedding.weight, table)
     assert isinstance(layer, Bfloat16Linear)
     assert network(torch.tensor([3])).shape == (1, 7)

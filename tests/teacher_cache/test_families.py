@@ -2,7 +2,7 @@
 
 import pytest
 
-from teacher_cache.teachers.families import FAMILIES, family_of, nearest_names
+from teacher_cache.teachers.families import FAMILIES, find_family, similar_names
 from teacher_cache.teachers.settings import POOLINGS
 
 
@@ -26,14 +26,14 @@ def test_last_token_models_are_padded_on_the_left_and_the_others_on_the_right() 
 
 @pytest.mark.parametrize("label", ["Qwen3-Embedding-4B", "qwen3-embedding-4b", "Qwen/Qwen3-Embedding-4B"])
 def test_a_family_is_found_by_name_and_by_hub_id(label: str) -> None:
-    family = family_of(label)
+    family = find_family(label)
     assert family is not None
     assert family.hub_id == "Qwen/Qwen3-Embedding-4B"
 
 
 @pytest.mark.parametrize("label", ["someone/bge-m3", "bge", "", "bge-m3-finetuned"])
 def test_another_owners_model_is_no_member(label: str) -> None:
-    assert family_of(label) is None
+    assert find_family(label) is None
 
 
 def test_the_prompts_are_those_of_the_model_cards() -> None:
@@ -52,6 +52,6 @@ def test_only_models_trained_with_a_prompt_on_every_text_demand_one() -> None:
 
 
 def test_a_misspelt_name_finds_its_neighbours() -> None:
-    assert nearest_names("bge-m4")[0] == "bge-m3"
-    assert nearest_names("Qwen/Qwen3-Embeding-4B")[0] == "qwen3-embedding-4b"
-    assert nearest_names("zzzzzzzzzzzzzz") == []
+    assert similar_names("bge-m4")[0] == "bge-m3"
+    assert similar_names("Qwen/Qwen3-Embeding-4B")[0] == "qwen3-embedding-4b"
+    assert similar_names("zzzzzzzzzzzzzz") == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from teacher_cache.teachers import linear
-from teacher_cache.teachers.linear import OneDnnLinear, multiply_by_onednn
+from teacher_cache.teachers.linear import OneDnnLinear, use_onednn
 
 pytestmark = pytest.mark.skipif(linear.ONEDNN_LINEAR is None, reason="torch was built without oneDNN")
 
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_torch_also_of_the_second_order(
     layer = torch.nn.Linear(24, 40)
     expected = gradients(layer)
     assert not shapes
-    multiply_by_onednn(layer)
+    use_onednn(layer)
     found = gradients(layer)
     assert shapes
     for mine, theirs in zip(found, expected, strict=True):
@@ -103,5 +103,5 @@ def test_layers_of_another_class_are_left_alone() -> None:
         pass
 
     network = torch.nn.Sequential(torch.nn.Linear(2, 2), Own(2, 2))
-    multiply_by_onednn(network)
+    use_onednn(network)
     assert [type(layer) for layer in network] == [OneDnnLinear, Own]

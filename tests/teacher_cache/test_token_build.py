@@ -38,9 +38,9 @@ from tests.teacher_cache.token_caches import (
     columns_of,
     opened,
     small_shards,
+    teacher_tokens,
     token_cache,
     token_files,
-    teacher_tokens,
 )
 from tests.teacher_cache.toy_variants import BadTokens, BadVectors, Changeable, OtherWidth, Silent, Variant
 

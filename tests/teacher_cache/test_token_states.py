@@ -286,30 +286,32 @@ class TestRefusals:
 
     @pytest.mark.parametrize("name", ["bert", "st"])
     def test_attention_that_shows_no_maps(self, models: dict[str, Path], name: str) -> None:
-        with pytest.raises(TeacherError, match="attention maps need eager attention, but sdpa was asked"):
+        with pytest.raises(TeacherError, match="is sdpa, but attention maps need eager"):
             teach(models[name], attn_implementation="sdpa")
         assert said(teach(models[name], TokenRequest(), attn_implementation="sdpa"), TEXTS[:1])
 
     def test_a_slow_tokenizer(self, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("transformers.PreTrainedTokenizerFast.is_fast", False)
-        with pytest.raises(TeacherError, match="cannot say which characters a token covers") as caught:
+        with pytest.raises(TeacherError, match="returns no character offsets") as caught:
             teach(models["bert"])
         assert "\n" not in str(caught.value)
 
     def test_maps_whose_rows_do_not_sum_to_one(self, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-        visit = batching.TokenPass.visit
+        record = batching.TokenPass.record_attention
         monkeypatch.setattr(
-            batching.TokenPass, "visit", lambda self, layer, maps, values: visit(self, layer, 2 * maps, values)
+            batching.TokenPass,
+            "record_attention",
+            lambda self, layer, maps, values: record(self, layer, 2 * maps, values),
         )
-        with pytest.raises(TeacherError, match=r"rows whose sum misses 1 by 1\.000"):
+        with pytest.raises(TeacherError, match=r"do not sum to 1 \(off by 1\.000\)"):
             teach(models["bert"])
 
     def test_a_back_end_that_gives_vectors_alone(self) -> None:
         spec = spec_of("toy", TokenRequest())
         mute = replace(spec, space=replace(spec.space, backend=f"{__name__}:Mute"))
-        with pytest.raises(TeacherError, match="gives vectors alone"):
+        with pytest.raises(TeacherError, match="returns vectors only"):
             load_teacher(mute)
-        with pytest.raises(TeacherError, match="gives vectors alone"):
+        with pytest.raises(TeacherError, match="returns vectors only"):
             token_shape(mute)
 
 
@@ -339,7 +341,7 @@ class TestShape:
     def test_a_size_that_is_not_named_is_said(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "copy")
         tiny_teachers.edit_json(folder / "config.json", num_attention_heads=None)
-        with pytest.raises(TeacherError, match=r"config\.json names no num_attention_heads"):
+        with pytest.raises(TeacherError, match=r"config\.json has no num_attention_heads"):
             token_shape(spec_of(folder, None))
 
 

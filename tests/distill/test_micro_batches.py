@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModel
 
 from distill.config import StudentConfig
-from distill.student.micro_batches import PROCESSOR_OVERHEAD, cut, pieces
+from distill.student.micro_batches import CPU_OVERHEAD, micro_batches, split_points
 from distill.student.packing import (
-    BEHIND_PADDING,
-    FILLED,
-    FROM_ZERO,
+    POSITIONS_AFTER_PADDING,
+    POSITIONS_FROM_ZERO,
+    ROW_MULTIPLE,
     Packing,
     is_packable,
     make_packable,
@@ -36,7 +36,7 @@ def test_no_other_cut_is_cheaper(lengths: list[int], overhead: int) -> None:
     every = [
         (*inner, len(lengths)) for count in range(len(lengths)) for inner in combinations(range(1, len(lengths)), count)
     ]
-    found = tuple(cut(lengths, overhead))
+    found = tuple(split_points(lengths, overhead))
     assert found in every
     assert cost(lengths, found, overhead) == min(cost(lengths, ends, overhead) for ends in every)
 
@@ -52,7 +52,7 @@ def masks(lengths: list[int], side: str) -> torch.Tensor:
 def test_every_token_is_in_one_piece(lengths: list[int], side: str) -> None:
     mask = masks(lengths, side)
     seen = torch.zeros_like(mask)
-    for piece in pieces(mask):
+    for piece in micro_batches(mask):
         part = mask[piece.rows, piece.columns]
         assert bool((part.sum(1) == part.shape[1]).any())  # no wider than its longest
         seen[piece.rows, piece.columns] += part
@@ -60,7 +60,7 @@ def test_every_token_is_in_one_piece(lengths: list[int], side: str) -> None:
 
 
 def test_a_batch_of_one_length_stays_whole() -> None:
-    (piece,) = pieces(masks([20] * 64, "right"))
+    (piece,) = micro_batches(masks([20] * 64, "right"))
     assert piece.rows.tolist() == list(range(64))
     assert piece.columns == slice(20)
 
@@ -104,10 +104,10 @@ def test_a_batch_without_its_padding_says_what_the_whole_batch_says(
     options = {"position_ids": position_ids(mask)} if needs_position_ids(asked.encoder, side) else {}
     said = asked.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, **options)
     whole = torch.stack([pool(state, mask, pooling) for state in said.hidden_states])
-    monkeypatch.setattr("distill.student.micro_batches.PROCESSOR_OVERHEAD", 0)
-    assert len(pieces(mask)) > 2
-    asked.recompute_portions = recompute
-    monkeypatch.setattr("distill.student.student.PORTION", int(mask.sum()) // 2)
+    monkeypatch.setattr("distill.student.micro_batches.CPU_OVERHEAD", 0)
+    assert len(micro_batches(mask)) > 2
+    asked.recompute_micro_batches = recompute
+    monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", int(mask.sum()) // 2)
     found = asked(ids, mask)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(differentiated(asked, found), differentiated(asked, whole), strict=True):
@@ -121,11 +121,11 @@ def test_a_layer_of_a_known_encoder_sees_the_tokens_alone(student: Student) -> N
     hook = layer.register_forward_pre_hook(lambda module, given: seen.append(given[0][..., 0].numel()))
     student(ids, mask)
     hook.remove()
-    row = -(-int(mask.sum()) // FILLED) * FILLED
-    assert (seen == [row]) == (student.encoder.config.model_type in FROM_ZERO | BEHIND_PADDING)
+    row = -(-int(mask.sum()) // ROW_MULTIPLE) * ROW_MULTIPLE
+    assert (seen == [row]) == (student.encoder.config.model_type in POSITIONS_FROM_ZERO | POSITIONS_AFTER_PADDING)
 
 
-@pytest.mark.parametrize("kind", sorted(FROM_ZERO | BEHIND_PADDING))
+@pytest.mark.parametrize("kind", sorted(POSITIONS_FROM_ZERO | POSITIONS_AFTER_PADDING))
 def test_every_known_kind_of_encoder_says_the_same_of_a_packed_batch(kind: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -137,7 +137,7 @@ def test_every_known_kind_of_encoder_says_the_same_of_a_packed_batch(kind: str) 
         expected = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         make_packable(encoder)
         assert is_packable(encoder)
-        packing = Packing(mask, pieces(mask))
+        packing = Packing(mask, micro_batches(mask))
         found = encoder(**packed_arguments(encoder, packing, "input_ids", ids)).last_hidden_state[0]
     torch.testing.assert_close(found, expected.flatten(0, 1)[packing.taken], rtol=1e-4, atol=1e-5)
 
@@ -164,7 +164,7 @@ def test_an_encoder_that_does_not_name_its_word_embeddings_is_asked_by_ids(
     def refused(self: object) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr("distill.student.micro_batches.PROCESSOR_OVERHEAD", 0)
+    monkeypatch.setattr("distill.student.micro_batches.CPU_OVERHEAD", 0)
     inputs = inputs_of(expected, "right")
     with torch.no_grad():
         states = expected(*inputs)
@@ -181,6 +181,6 @@ def test_an_exported_encoder_does_not_name_the_attention_of_its_training(tmp_pat
 
 def test_a_piece_more_has_to_pay_for_itself() -> None:
     """Eight texts of 10 tokens beside one of 11 + the overhead's eighth: cut off only where that is worth it."""
-    worth = 10 + PROCESSOR_OVERHEAD // 8
-    assert len(pieces(masks([10] * 8 + [worth], "right"))) == 1
-    assert len(pieces(masks([10] * 8 + [worth + 1], "right"))) == 2
+    worth = 10 + CPU_OVERHEAD // 8
+    assert len(micro_batches(masks([10] * 8 + [worth], "right"))) == 1
+    assert len(micro_batches(masks([10] * 8 + [worth + 1], "right"))) == 2

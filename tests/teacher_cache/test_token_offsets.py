@@ -6,36 +6,36 @@ import numpy as np
 import pytest
 
 from teacher_cache.errors import TeacherError
-from teacher_cache.teachers.pieces import ignores_case, pieces_of, text_pieces
+from teacher_cache.teachers.token_offsets import ignores_case, tokenize_with_offsets, word_pieces
 from teacher_cache.tokens.request import CLOSING, OPENING, OTHER, ROLE, TEXT_TOKEN
 
 
 def test_first_and_last_special_have_roles_and_cover_nothing() -> None:
-    pieces = pieces_of([(0, 0), (0, 3), (3, 7), (0, 0)], [1, 0, 0, 1], [101, 5, 6, 102], 0)
+    pieces = word_pieces([(0, 0), (0, 3), (3, 7), (0, 0)], [1, 0, 0, 1], [101, 5, 6, 102], 0)
     assert pieces.dtype == np.int32
     assert pieces.tolist() == [[101, 0, 0, OPENING], [5, 0, 3, TEXT_TOKEN], [6, 3, 7, TEXT_TOKEN], [102, 0, 0, CLOSING]]
 
 
 def test_a_tokenizer_that_only_closes_has_no_opening() -> None:
-    assert pieces_of([(0, 2), (0, 0)], [0, 1], [7, 2], 0)[:, ROLE].tolist() == [TEXT_TOKEN, CLOSING]
+    assert word_pieces([(0, 2), (0, 0)], [0, 1], [7, 2], 0)[:, ROLE].tolist() == [TEXT_TOKEN, CLOSING]
 
 
 def test_prompt_tokens_are_no_part_of_the_text_and_do_not_shift_it() -> None:
     # "ask: cat", the prompt being "ask: ": the third token carries the prompt's last space in front.
     spans = [(0, 0), (0, 3), (3, 4), (4, 7), (7, 8), (0, 0)]
-    pieces = pieces_of(spans, [1, 0, 0, 0, 0, 1], [1, 2, 3, 4, 5, 6], 5)
+    pieces = word_pieces(spans, [1, 0, 0, 0, 0, 1], [1, 2, 3, 4, 5, 6], 5)
     assert pieces[:, ROLE].tolist() == [OPENING, OTHER, OTHER, TEXT_TOKEN, TEXT_TOKEN, CLOSING]
     assert pieces[:, 1:3].tolist() == [[0, 0], [0, 0], [0, 0], [0, 2], [2, 3], [0, 0]]
 
 
 def test_specials_between_first_and_last_match_nothing() -> None:
     spans = [(0, 0), (0, 0), (0, 2), (0, 0), (0, 0)]
-    pieces = pieces_of(spans, [1, 1, 0, 1, 1], [1, 9, 2, 3, 4], 0)
+    pieces = word_pieces(spans, [1, 1, 0, 1, 1], [1, 9, 2, 3, 4], 0)
     assert pieces[:, ROLE].tolist() == [OPENING, OTHER, TEXT_TOKEN, OTHER, CLOSING]
 
 
 def test_a_text_without_tokens_has_no_pieces() -> None:
-    assert pieces_of([], [], [], 0).shape == (0, 4)
+    assert word_pieces([], [], [], 0).shape == (0, 4)
 
 
 def test_a_real_tokenizer_is_cut_to_length_and_keeps_its_closing_token(minilm: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_real_tokenizer_is_cut_to_length_and_keeps_its_closing_token(minilm: P
 
     tokenizer = AutoTokenizer.from_pretrained(minilm)
     text = "Unbelievable [SEP] naïve"
-    (whole,) = text_pieces(tokenizer, [text])
+    (whole,) = tokenize_with_offsets(tokenizer, [text])
     assert [text[start:end] for _, start, end, _ in whole.tolist()] == ["", "Unbelievable", "[SEP]", "naïve", ""]
     assert whole[:, ROLE].tolist() == [
         OPENING,
@@ -52,18 +52,18 @@ def test_a_real_tokenizer_is_cut_to_length_and_keeps_its_closing_token(minilm: P
         TEXT_TOKEN,
         CLOSING,
     ]  # [SEP] stands in the text itself
-    (cut,) = text_pieces(tokenizer, [text], prompt="query: ", max_length=5)
+    (cut,) = tokenize_with_offsets(tokenizer, [text], prompt="query: ", max_length=5)
     assert cut[:, ROLE].tolist() == [OPENING, OTHER, OTHER, TEXT_TOKEN, CLOSING]
     assert cut[3, 1:3].tolist() == [0, 12]
-    assert text_pieces(tokenizer, []) == []
+    assert tokenize_with_offsets(tokenizer, []) == []
 
 
 def test_a_tokenizer_without_offsets_is_refused() -> None:
     class Slow:
         is_fast = False
 
-    with pytest.raises(TeacherError, match=r"Slow cannot say which characters .* tokenizer\.json"):
-        text_pieces(Slow(), ["a"])
+    with pytest.raises(TeacherError, match=r"Slow returns no character offsets.* tokenizer\.json"):
+        tokenize_with_offsets(Slow(), ["a"])
 
 
 def test_a_tokenizer_tells_whether_it_ignores_case(minilm: Path, tiny_student: Path) -> None:
