@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from distill.data.dataset import CachedDataset, ShuffledDataset
 from distill.data.prefetch import PrefetchedBatches, pass_through
 from distill.data.sampler import StreamingSampler
+from distill.training.measurement import DATA, StepTime
 from distill.training.trainer import DistillTrainer
 from teacher_cache.errors import DamagedCache
 from teacher_cache.reading.shuffle import WindowedShuffle
@@ -275,7 +276,8 @@ def test_the_share_of_waiting_is_of_the_whole_time_of_the_steps(
 ) -> None:
     trainer = parts(tiny_config(toy_cache, tiny_student, tmp_path)).trainer(report=stop_at(-1))
     trainer.train()
-    trainer.clock.steps, trainer.clock.waits = [9.0, 1.0, 2.0, 3.0], [9.0, 0.5, 1.0, 1.0]
+    timed = [(9.0, 9.0), (1.0, 0.5), (2.0, 1.0), (3.0, 1.0)]  # computing, waiting
+    trainer.clock.timer.steps = [StepTime(step + wait, 0.0, {DATA: wait}) for step, wait in timed]
     cost = trainer.clock.cost()
     assert cost is not None
     assert cost["data_wait_share"] == pytest.approx(2 / 7)  # half of the steps warm up
