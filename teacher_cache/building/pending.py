@@ -9,7 +9,7 @@ import numpy.typing as npt
 from teacher_cache.errors import SpaceMismatch, TeacherError
 from teacher_cache.storage.index import Change
 from teacher_cache.table.cache import TeacherCache
-from teacher_cache.table.intake import difference, disagreeing, excerpt
+from teacher_cache.table.intake import describe_difference, differing_rows, excerpt
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import token_shape
 from teacher_cache.teachers.base import Encoded, TeacherSpec
@@ -117,14 +117,14 @@ def new_vectors(
     present = view.present(rows)
     if present.any():
         stored, encoded = view.gather(rows[present]), vectors[present]
-        wrong = disagreeing(stored, encoded)
+        wrong = differing_rows(stored, encoded)
         if len(wrong):
             place = wrong[0]
             (text,) = table.texts(rows[present][place : place + 1])
             raise SpaceMismatch(
                 f"the teacher's vector of {excerpt(text)} differs from the one in space {view.slug}: "
-                f"{difference(stored[place], encoded[place])}; its token columns would be another teacher's: build "
-                "into another cache"
+                f"{describe_difference(stored[place], encoded[place])}; its token columns would be another teacher's: "
+                "build into another cache"
             )
     return rows[~present], vectors[~present]
 

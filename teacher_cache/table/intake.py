@@ -1,7 +1,7 @@
-"""Vectors that no teacher of this process computed: read from where they are, compared, written shard by shard.
+"""Vectors that were not computed here: comparison with those of the cache, checked copies, writing shard by shard.
 
-What `merge` and `import` have in common. Memory stays flat: row lists live in files without a name, and records
-are sorted a million at a time.
+Used by `merge` and `import`. Memory does not grow with the data: row numbers are in anonymous files, and records are
+sorted a million at a time.
 """
 
 import tempfile
@@ -20,42 +20,42 @@ from teacher_cache.storage.column import Column
 from teacher_cache.storage.texts import TextTable
 from teacher_cache.table.view import SpaceView
 from teacher_cache.text_key import text_keys
-from teacher_cache.tokens.token_columns import ATTENTION, StoredTokens, TokenColumns
+from teacher_cache.tokens.token_columns import ATTENTION, StoredTokens
 
-# What one teacher says of one text twice differs by rounding. all-MiniLM-L6-v2 in bfloat16: up to 1 - cos = 4e-5
+# Two outputs of one teacher for one text differ by rounding. all-MiniLM-L6-v2 in bfloat16: up to 1 - cos = 4e-5
 # between batches, 1e-4 to float32, lengths by 0.7 %. A prompt of one word moves every vector by 6e-3 or more.
 MAX_COSINE_DISTANCE = 1e-3
 MAX_LENGTH_DIFFERENCE = 0.05
-# Records sorted together; some 60 bytes each.
+# Records sorted together; about 60 bytes each.
 WINDOW_ROWS = 2**20
 _SCANNED = 2**20
 _COMPARED = 1024
 
 Vectors = npt.NDArray[np.floating[Any]]
-RowList = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
 
 
-def disagreeing(held: Vectors, given: Vectors) -> npt.NDArray[np.intp]:
-    """Places `(m,)` at which two `(n, d)` arrays do not hold the same vector, rounding aside."""
-    wrong = [np.empty(0, dtype=np.intp)]
-    for start in range(0, len(held), _COMPARED):  # in float64, so not all at once
-        ours, theirs = (part[start : start + _COMPARED].astype(np.float64) for part in (held, given))
-        lengths, others = np.linalg.norm(ours, axis=1), np.linalg.norm(theirs, axis=1)
-        near = np.abs(lengths - others) <= MAX_LENGTH_DIFFERENCE * np.maximum(lengths, others)
-        same = (cosine_errors(ours, theirs) <= MAX_COSINE_DISTANCE) & near
-        same |= (ours == theirs).all(axis=1)  # a zero vector has no direction
-        wrong.append(np.flatnonzero(~same) + start)
-    return np.concatenate(wrong)
+def differing_rows(first: Vectors, second: Vectors) -> npt.NDArray[np.intp]:
+    """`(m,)`: rows in which two `(n, d)` arrays differ by more than rounding."""
+    found = [np.empty(0, dtype=np.intp)]
+    for start in range(0, len(first), _COMPARED):  # float64 copies: a block at a time
+        a, b = (vectors[start : start + _COMPARED].astype(np.float64) for vectors in (first, second))
+        lengths, other_lengths = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
+        equal = np.abs(lengths - other_lengths) <= MAX_LENGTH_DIFFERENCE * np.maximum(lengths, other_lengths)
+        equal &= cosine_errors(a, b) <= MAX_COSINE_DISTANCE
+        equal |= (a == b).all(axis=1)  # also zero vectors, which have no cosine
+        found.append(np.flatnonzero(~equal) + start)
+    return np.concatenate(found)
 
 
-def difference(held: npt.NDArray[Any], given: npt.NDArray[Any]) -> str:
-    """How far two `(d,)` vectors are apart, for a message."""
-    ours, theirs = held.astype(np.float64), given.astype(np.float64)
-    lengths = np.linalg.norm(ours), np.linalg.norm(theirs)
-    cosine = float(ours @ theirs) / float(lengths[0] * lengths[1] or 1.0)
+def describe_difference(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> str:
+    """The difference between two `(d,)` vectors, for a message."""
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    lengths = np.linalg.norm(a), np.linalg.norm(b)
+    cosine = float(a @ b) / float(lengths[0] * lengths[1] or 1.0)
     return (
-        f"1 - cos {1 - cosine:.2g} (the same teacher stays within {MAX_COSINE_DISTANCE:g}), lengths "
-        f"{lengths[0]:.4g} and {lengths[1]:.4g}"
+        f"1 - cos {1 - cosine:.2g} (for the same teacher at most {MAX_COSINE_DISTANCE:g}), lengths {lengths[0]:.4g} "
+        f"and {lengths[1]:.4g}"
     )
 
 
@@ -65,15 +65,15 @@ def excerpt(text: str) -> str:
 
 
 @contextmanager
-def unnamed_file(near: Path) -> Iterator[IO[bytes]]:
-    """A file on the disk of a cache, which need not be there yet; it goes with its process, however that ends."""
+def anonymous_file(near: Path) -> Iterator[IO[bytes]]:
+    """A temporary file without a name on the disk of a cache, which need not exist yet."""
     folder = next(parent for parent in (near.absolute(), *near.absolute().parents) if parent.is_dir())
     with tempfile.TemporaryFile(dir=folder) as file:
         yield file
 
 
-def mapped(file: IO[bytes], dtype: str, *width: int) -> npt.NDArray[Any]:
-    """What was written to a file, as rows; read by the page, never loaded."""
+def map_file(file: IO[bytes], dtype: str, *width: int) -> npt.NDArray[Any]:
+    """The content of a file as a memory-mapped `(n, *width)` array."""
     file.flush()
     if not file.tell():
         return np.empty((0, *width), dtype=dtype)
@@ -81,143 +81,134 @@ def mapped(file: IO[bytes], dtype: str, *width: int) -> npt.NDArray[Any]:
     return flat.reshape(-1, *width)
 
 
-def grouped(values: npt.NDArray[Any], limit: int, window: int) -> Iterator[RowList]:
-    """Places of `values` `(n,)`, all below `limit`, in ascending order of value, a window of values at a time.
+def sorted_windows(values: npt.NDArray[Any], limit: int, window: int) -> Iterator[Rows]:
+    """Positions of `(n,)` values below `limit`, in ascending order of value, a range of `window` values at a time.
 
-    Equal values come together, in the order in which they stand.
+    Positions of equal values keep their order.
     """
     kind = values.dtype.type
     for low in range(0, limit, window):
         high = min(low + window, limit) - 1
-        found = []
+        found = [np.empty(0, dtype=np.int64)]
         for start in range(0, len(values), _SCANNED):
             part = values[start : start + _SCANNED]
             found.append(np.flatnonzero((part >= kind(low)) & (part <= kind(high))) + start)
-        places = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-        if len(places):
-            yield places[np.argsort(values[places], kind="stable")]
+        positions = np.concatenate(found)
+        if len(positions):
+            yield positions[np.argsort(values[positions], kind="stable")]
 
 
-class CheckedVectors:
-    """Reads a space whose vectors are to be copied: nothing leaves a shard that is not what was written.
+def by_shard(rows: Rows, table_rows: int, shard_rows: int) -> Iterator[Rows]:
+    """Positions of `(n,)` rows of the table, one shard at a time, in ascending order of row."""
+    window = max(WINDOW_ROWS // shard_rows, 1) * shard_rows
+    for positions in sorted_windows(rows, table_rows, window):
+        yield from np.split(positions, np.flatnonzero(np.diff(rows[positions] // shard_rows)) + 1)
 
-    A copy gets a new digest, which would vouch for damage.
+
+class CheckedReader:
+    """Reads the vectors and token columns of a space to copy, after comparing each shard with its digest.
+
+    A copy gets a new digest, which would hide damage.
     """
 
     def __init__(self, view: SpaceView) -> None:
         self.view = view
-        self._checked: dict[int, bytes] = {}
+        self._digests: dict[tuple[str, int], bytes] = {}  # of the shards compared so far
 
-    def gather(self, rows: RowList, dtype: npt.DTypeLike = np.float32) -> Vectors:
-        """`(n, dims)` vectors of rows that are present.
+    def gather(self, rows: Rows, dtype: npt.DTypeLike = np.float32) -> Vectors:
+        """`(n, dims)` vectors of present rows.
 
         Raises:
-            DamagedCache: one of their shards is not what its digest says.
-            MissingRows: a row has no vector any more.
+            DamagedCache: a shard does not match its digest.
+            MissingRows: a row no longer has a vector.
         """
-        _prove(self.view.column, rows, self._checked)
+        self._check(self.view.column, rows)
         return self.view.gather(rows, dtype=dtype)
 
-
-class ProvenTokens:
-    """Reads token columns that are to be copied, as `CheckedVectors` does vectors."""
-
-    def __init__(self, tokens: TokenColumns) -> None:
-        self.tokens = tokens
-        self._checked: dict[str, dict[int, bytes]] = {array: {} for array in tokens.columns}
-
-    def gather_stored(self, rows: RowList, attention: bool) -> list[StoredTokens]:
-        """Token columns of rows that have them.
-
-        Raises:
-            DamagedCache: one of their shards is not what its digest says.
-            MissingRows: a row has lost them.
-        """
-        for array, column in self.tokens.columns.items():
+    def gather_tokens(self, rows: Rows, attention: bool) -> list[StoredTokens]:
+        """Token columns of rows that have them; raises as `gather`."""
+        tokens = self.view.tokens
+        assert tokens is not None
+        for array, column in tokens.columns.items():
             if attention or array != ATTENTION:
-                _prove(column, rows, self._checked[array])
-        return self.tokens.gather_stored(rows, attention)
+                self._check(column, rows)
+        return tokens.gather_stored(rows, attention)
+
+    def _check(self, column: Column, rows: Rows) -> None:
+        for number in np.unique(rows // column.shard_rows).tolist():
+            record = column.record(number)
+            if record is not None and self._digests.get((column.name, number)) != record.digest:
+                column.array.forget(number)  # a writer may have replaced the file
+                column.array.read_checked(number, record.present, record.digest)
+                self._digests[column.name, number] = record.digest
 
 
-def _prove(column: Column, rows: RowList, checked: dict[int, bytes]) -> None:
-    """Compare the shards of rows with their digests, each once; `checked` remembers."""
-    for number in np.unique(rows // column.shard_rows).tolist():
-        record = column.record(number)
-        if record is not None and checked.get(number) != record.digest:
-            column.array.forget(number)  # a writer may have replaced the file since it was opened
-            column.array.read_checked(number, record.present, record.digest)
-            checked[number] = record.digest
-
-
-def checked_texts(table: TextTable, rows: RowList) -> tuple[list[str], npt.NDArray[np.uint8]]:
+def checked_texts(table: TextTable, rows: Rows) -> tuple[list[str], npt.NDArray[np.uint8]]:
     """Texts and `(n, 16)` keys of rows.
 
     Raises:
-        DamagedCache: a text is not the one its key was made of.
+        DamagedCache: a text does not match its key.
     """
     texts, keys = table.read(rows), table.read_keys(rows)
-    made = np.frombuffer(b"".join(text_keys(texts)), dtype=np.uint8).reshape(keys.shape)
-    wrong = np.flatnonzero((made != keys).any(axis=1))
+    computed = np.frombuffer(b"".join(text_keys(texts)), dtype=np.uint8).reshape(keys.shape)
+    wrong = np.flatnonzero((computed != keys).any(axis=1))
     if len(wrong):
         raise DamagedCache(
-            f"{table.text.array.folder} is damaged: row {rows[wrong[0]]} holds {excerpt(texts[wrong[0]])}, which its "
-            "key was not made of; `tcache verify --deep` tells what else"
+            f"{table.text.array.folder} is damaged: the text of row {rows[wrong[0]]}, {excerpt(texts[wrong[0]])}, does "
+            "not match its key; `tcache verify --deep` lists all damage"
         )
     return texts, keys
 
 
 @dataclass
 class Filled:
-    """What became of the given vectors, in rows.
+    """Counts of `fill`, in rows.
 
     Attributes:
         stored: written now.
-        held: the space had one.
-        refused: row -> why the number format could not hold it.
+        held: already in the space.
+        quarantined: row -> why its encoding cannot hold the vector.
     """
 
     stored: int
     held: int
-    refused: dict[int, str]
+    quarantined: dict[int, str]
 
 
 def fill(
     view: SpaceView,
-    rows: RowList,
+    rows: Rows,
     table_rows: int,
-    read: Callable[[RowList], npt.NDArray[np.float32]],
+    read: Callable[[Rows], npt.NDArray[np.float32]],
     *,
     error: float = 0.0,
-    has: Callable[[RowList], npt.NDArray[np.bool_]] | None = None,
+    has: Callable[[Rows], npt.NDArray[np.bool_]] | None = None,
     report: Callable[[int, int], None],
 ) -> Filled:
-    """Give vectors to the rows that have none, one write to a shard; a vector that is there stays.
+    """Write vectors of rows that have none, each shard once; existing vectors are not changed.
 
     Args:
-        rows: `(n,)` row of each record; of several records of one row the first counts.
-        read: vectors of records, by their place in `rows`.
-        error: largest 1 - cos of a vector against what its teacher said, as far as it is known.
-        has: which records have a vector at all; None means every one.
+        rows: `(n,)` row of each record; of several records with one row the first is used.
+        read: vectors of records, by their position in `rows`.
+        error: largest 1 - cos between a vector and the teacher output, as far as known.
+        has: which records have a vector; None for all.
         report: called with records done and n.
     """
     filled = Filled(0, 0, {})
     shard_rows = view.vectors.shard_rows
     done = 0
-    for records in grouped(rows, table_rows, max(WINDOW_ROWS // shard_rows, 1) * shard_rows):
-        targets = rows[records]
-        for part in np.split(np.arange(len(records)), np.flatnonzero(np.diff(targets // shard_rows)) + 1):
-            done += len(part)
-            wanted = part[np.append(True, np.diff(targets[part]) > 0)]
-            if has is not None:
-                wanted = wanted[has(records[wanted])]
-            present = view.present(targets[wanted])
-            filled.held += int(present.sum())
-            wanted = wanted[~present]
-            if len(wanted):
-                into = targets[wanted]
-                number, vectors = int(into[0]) // shard_rows, read(records[wanted])
-                stored, refused = view.write(number, into, vectors, error=error)
-                filled.stored += stored
-                filled.refused |= refused
-            report(done, len(rows))
+    for records in by_shard(rows, table_rows, shard_rows):
+        done += len(records)
+        wanted = records[np.append(True, np.diff(rows[records]) > 0)]
+        if has is not None:
+            wanted = wanted[has(wanted)]
+        present = view.present(rows[wanted])
+        filled.held += int(present.sum())
+        wanted = wanted[~present]
+        if len(wanted):
+            into = rows[wanted]
+            stored, quarantined = view.write(int(into[0]) // shard_rows, into, read(wanted), error=error)
+            filled.stored += stored
+            filled.quarantined |= quarantined
+        report(done, len(rows))
     return filled

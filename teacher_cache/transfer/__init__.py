@@ -1,7 +1,7 @@
-"""Vectors out of a cache in formats that other tools read, and back in: one file a format, one line in the table."""
+"""Export of vectors to formats of other tools, and their import: one module per format, one line in the table."""
 
-# name -> module with SUFFIX (what a file's name ends with, "" for a folder), LIBRARY (what it needs, "" for
-# nothing), write(target, blocks, exported) and read(source, asked).
+# name -> module with SUFFIX (of a file; "" for a folder), LIBRARY (optional library it needs, or ""),
+# write(target, blocks, origin, rows) and read(source, options).
 EXPORT_FORMATS: dict[str, str] = {
     "npy": "teacher_cache.transfer.npy",
     "parquet": "teacher_cache.transfer.parquet",

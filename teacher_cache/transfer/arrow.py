@@ -1,6 +1,7 @@
-"""Rows as Arrow tables: what Parquet files and saved datasets have in common."""
+"""Rows as Arrow tables, for Parquet files and saved datasets."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ import numpy.typing as npt
 from teacher_cache.errors import CorpusError
 from teacher_cache.transfer.base import Block, Origin
 
-# The column that sentence-transformers' losses take as the target. It takes every other column for an input
-# text, so there is no column of keys.
-TEXT = "text"
+# The losses of sentence-transformers use column `label` as the target and every other column as an input text, so
+# there is no column of keys.
+TEXT_COLUMN = "text"
 LABEL = "label"
 READ_ROWS = 1024
 
@@ -21,7 +22,7 @@ def schema(origin: Origin) -> Any:
     import pyarrow
 
     number = pyarrow.float16() if origin.dtype == "<f2" else pyarrow.float32()
-    return pyarrow.schema([(TEXT, pyarrow.string()), (LABEL, pyarrow.list_(number, origin.space.dims))])
+    return pyarrow.schema([(TEXT_COLUMN, pyarrow.string()), (LABEL, pyarrow.list_(number, origin.space.dims))])
 
 
 def batch(block: Block, schema: Any) -> Any:
@@ -33,11 +34,19 @@ def batch(block: Block, schema: Any) -> Any:
     return pyarrow.RecordBatch.from_arrays([pyarrow.array(block.texts, pyarrow.string()), vectors], schema=schema)
 
 
+def check_column(column: str, names: Sequence[str], source: Path) -> None:
+    """Raise a CorpusError if a source has no column of this name."""
+    if column not in names:
+        raise CorpusError(
+            f"{source}: no column {column!r}, found {', '.join(names)}; name that of the vectors with `vector_key`"
+        )
+
+
 def matrices(tables: Iterator[Any], column: str, where: str) -> Iterator[npt.NDArray[Any]]:
-    """`(n, d)` arrays out of the chunks of a column of number lists.
+    """`(n, d)` arrays from the chunks of a column of float lists.
 
     Raises:
-        CorpusError: it holds something else, a null, or lists of several lengths.
+        CorpusError: another type, a null, or lists of different lengths.
     """
     row = 0
     for table in tables:
@@ -55,7 +64,9 @@ def _matrix(chunk: Any, column: str, where: str, row: int) -> npt.NDArray[Any]:
     kind = chunk.type
     lists = kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
     if not lists or not kinds.is_floating(kind.value_type):
-        raise CorpusError(f"{where}: column {column!r} is {kind}, expected lists of floats; name it with --vector-key")
+        raise CorpusError(
+            f"{where}: column {column!r} is {kind}, expected lists of floats; name another with `vector_key`"
+        )
     numbers = chunk.flatten()
     if chunk.null_count or numbers.null_count:
         raise CorpusError(f"{where}: column {column!r} has a null in rows {row + 1} to {row + len(chunk)}")

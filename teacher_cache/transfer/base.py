@@ -1,4 +1,4 @@
-"""What travels between a cache and a file of another format."""
+"""What an export format writes and reads."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,17 +13,17 @@ from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError, SpaceMismatch
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import find_encoding, stored_name
-from teacher_cache.table.intake import mapped
+from teacher_cache.table.intake import map_file
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where exported vectors come from; travels with them.
+    """The origin of exported vectors, written next to them.
 
     Attributes:
-        storage: number format of the space in its cache.
-        corpus: the corpus that was exported, None for a whole table.
-        worst_error: largest 1 - cos of a vector of the space against what the teacher said.
+        storage: encoding of the space in its cache.
+        corpus: name of the exported corpus; None for a whole table.
+        worst_error: largest 1 - cos between a vector of the space and the teacher output.
     """
 
     space: EmbeddingSpace
@@ -33,7 +33,7 @@ class Origin:
 
     @property
     def dtype(self) -> str:
-        """Of exported vectors: half precision is kept, everything else is told in float32."""
+        """Of exported vectors: float16 for float16 encodings, float32 for all others."""
         return "<f2" if find_encoding(self.storage).dtype == "<f2" else "<f4"
 
     def to_json(self) -> str:
@@ -52,7 +52,7 @@ class Origin:
 
         Raises:
             CorpusError: it does not describe a space.
-            SpaceMismatch: its fields do not make the fingerprint that stands beside them.
+            SpaceMismatch: its fields do not match its fingerprint.
         """
         try:
             record = json.loads(data)
@@ -62,20 +62,20 @@ class Origin:
             fingerprint = record["fingerprint"]
         except (ValueError, KeyError, TypeError) as error:
             raise CorpusError(
-                f"{where} does not describe an embedding space: {error}; export it again, or take it away and "
-                "say with --teacher what the vectors are"
+                f"{where} does not describe an embedding space: {error}; export it again, or remove it and name the "
+                "model of the vectors with `teacher`"
             ) from error
         if fingerprint != found.space.fingerprint:
             raise SpaceMismatch(
-                f"{where} names fingerprint {fingerprint}, its fields make {found.space.fingerprint}: it was "
-                "changed after the export; export it again"
+                f"{where} has fingerprint {fingerprint}, its fields give {found.space.fingerprint}: it was changed "
+                "after the export; export it again"
             )
         return found
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some exported rows.
+    """A batch of exported rows.
 
     Attributes:
         keys: `(n, 16)` uint8.
@@ -88,13 +88,13 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Given:
-    """Vectors to import, none of them checked yet.
+class VectorSource:
+    """Vectors to import, not yet checked.
 
     Attributes:
         corpus: the texts; row i of the vectors belongs to its i-th text, record by record.
-        vectors: `(n, d)` of any float type, mapped.
-        keys: `(n, 16)` uint8, where the source has them.
+        vectors: `(n, d)` of any float type, memory-mapped.
+        keys: `(n, 16)` uint8; None if the source has none.
     """
 
     corpus: Corpus
@@ -104,13 +104,13 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How a source is to be read.
+class ReadOptions:
+    """How to read a source.
 
     Attributes:
-        corpus: texts of a source that has none.
-        text_key, vector_key: columns of a source that has both.
-        file: without a name, for vectors that cannot be mapped where they are.
+        corpus: texts of a source without texts.
+        text_key, vector_key: columns of a source with both.
+        file: temporary file for vectors that cannot be memory-mapped in place.
     """
 
     corpus: Corpus | None
@@ -119,11 +119,11 @@ class Asked:
     file: IO[bytes]
 
 
-def spooled(matrices: Iterator[npt.NDArray[Any]], file: IO[bytes], where: str) -> npt.NDArray[Any]:
-    """`(n, d)` vectors that come in pieces, as one mapped array.
+def spool(matrices: Iterator[npt.NDArray[Any]], file: IO[bytes], where: str) -> npt.NDArray[Any]:
+    """`(n, d)` vectors from many matrices, written to `file` and memory-mapped.
 
     Raises:
-        CorpusError: the pieces differ in width or type.
+        CorpusError: there are none, or they differ in width.
     """
     first: npt.NDArray[Any] | None = None
     row = 0
@@ -138,11 +138,11 @@ def spooled(matrices: Iterator[npt.NDArray[Any]], file: IO[bytes], where: str) -
         row += len(matrix)
     if first is None:
         raise CorpusError(f"{where} holds no rows")
-    return mapped(file, first.dtype.str, first.shape[1])
+    return map_file(file, first.dtype.str, first.shape[1])
 
 
 def read_origin(path: Path) -> Origin | None:
-    """The `space.json` of an exported folder, if it has one."""
+    """The `space.json` of an exported folder; None if it has none."""
     try:
         return Origin.from_json(path.read_bytes(), str(path))
     except FileNotFoundError:

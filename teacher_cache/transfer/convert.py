@@ -1,4 +1,4 @@
-"""Another number format for a space, made from what is stored: no teacher is asked."""
+"""Conversion of a space to another encoding, from its stored vectors."""
 
 import shutil
 from collections.abc import Callable
@@ -19,14 +19,13 @@ from teacher_cache.table.view import SPACES, SpaceView, create_vectors
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was converted.
+    """Result of a conversion. Scripts rely on the names of `to_json`.
 
     Attributes:
-        rows: vectors in the new format; 0 when the space had it already.
-        worst_error: bound on the largest 1 - cos between a stored vector and what the teacher said, both
-            conversions together.
-        bytes_before, bytes: of the shards. The old ones stay for whoever reads them until `tcache gc`.
-        token_columns: of the space, which stay as they are stored; "" where it has none.
+        rows: converted vectors; 0 if the space already had the encoding.
+        worst_error: bound on the largest 1 - cos between a stored vector and the teacher output, over both encodings.
+        bytes_before, bytes: of the shards. The old ones remain for open readers until `tcache gc`.
+        token_columns: of the space, which are not converted; "" if it has none.
     """
 
     space: str
@@ -48,17 +47,16 @@ def convert(
     space: str | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Conversion:
-    """Store a space in another number format.
+    """Store a space in another encoding.
 
-    Readers see the old vectors until all are converted, then the new ones, in one transaction; a kill before it
-    changes nothing.
+    One transaction switches readers to the new vectors after all are converted; a kill before it changes nothing.
 
     Args:
-        report: called with vectors done and in all, after each shard.
+        report: called with vectors done and their total, after each shard.
 
     Raises:
-        DamagedCache: a shard is not what was written; the space stays as it is.
-        CacheError: a vector that the new format cannot hold; the same.
+        DamagedCache: a shard does not hold the values that were written; nothing changes.
+        CacheError: the encoding cannot hold a vector; nothing changes.
     """
     encoding = find_encoding(storage)
     with TeacherCache.open(path, "r+") as cache:
@@ -70,7 +68,7 @@ def convert(
             return Conversion(view.slug, encoding.name, encoding.name, 0, view.worst_error(), size, size, kept)
         after = replace(before, storage=encoding.name, array=f"vectors-{stored_name(encoding.name)}.zarr")
         folder = cache.path / SPACES / view.slug
-        # Left by a conversion that was interrupted, or by one that this one takes back.
+        # Left by an interrupted conversion, or by an earlier one that this one reverts.
         cache.index.commit(
             [
                 Change("shards", shard_key(after.array_name, number), None)
@@ -85,7 +83,7 @@ def convert(
         total = view.present_count()
         for number, record in cache.index.iter_shards(view.array_name):
             new = _convert_shard(view, record, number, array, encoding)
-            # The old records stay with the old files: who has the space open asks for them shard by shard.
+            # The old records and files remain: open readers still use them.
             changes.append(Change("shards", shard_key(after.array_name, number), new.pack()))
             size_before, size, worst = size_before + record.size, size + new.size, max(worst, new.worst_error)
             done += int(record.present.sum())
@@ -108,7 +106,7 @@ def _convert_shard(
         place, reason = next(iter(checked.quarantined.items()))
         raise CacheError(
             f"row {number * array.shard_rows + within[place]} of space {view.slug} cannot be stored as "
-            f"{encoding.name}: {reason}; the space stays {view.encoding.name}"
+            f"{encoding.name}: {reason}; it remains {view.encoding.name}"
         )
     body = array.empty(array.shard_rows)
     body[within] = checked.stored

@@ -1,4 +1,4 @@
-"""Take one embedding space out of a cache, with its texts, in a format that other tools read."""
+"""Export of one embedding space with its texts, in a format of other tools."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from teacher_cache.building.build import Progress
 from teacher_cache.errors import CacheError, MissingDependency, MissingRows
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, sync_folder
 from teacher_cache.table.cache import TeacherCache
-from teacher_cache.table.intake import CheckedVectors, checked_texts
+from teacher_cache.table.intake import CheckedReader, checked_texts
 from teacher_cache.table.view import SpaceView
 from teacher_cache.transfer import EXPORT_FORMATS
 from teacher_cache.transfer.base import Block, Origin
@@ -28,15 +28,15 @@ BLOCK_RECORDS = 4096
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was exported.
+    """Result of an export. Scripts rely on the names of `to_json`.
 
     Attributes:
-        rows: texts with their vectors, duplicates included.
-        quarantined: records left out because a vector of theirs was refused (without a corpus, texts).
-        missing: texts of the table that this space has no vector for, left out; 0 for a corpus.
+        rows: exported texts with their vectors, duplicates included.
+        quarantined: records skipped because a vector is quarantined; without a corpus, texts.
+        missing: texts of the table skipped because this space has no vector; 0 for a corpus.
         dtype: of the exported numbers, "float16" or "float32".
-        corpus: None when the whole table was exported.
-        token_columns: of the space, which are not exported; "" where it has none.
+        corpus: None for the whole table.
+        token_columns: of the space, which are not exported; "" if it has none.
     """
 
     rows: int
@@ -65,18 +65,18 @@ def export(
     corpus: str | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> ExportReport:
-    """Write the texts and vectors of one space to `output`, which appears whole or not at all.
+    """Write the texts and vectors of one space to `output`, atomically.
 
     Args:
         form: a name of `EXPORT_FORMATS`.
-        corpus: its records in their order, duplicates kept; the texts of a record of several come one after
-            the other. None exports every distinct text that has a vector, in row order.
+        corpus: exported in its order, with duplicates; the texts of a pair follow each other. None exports every
+            distinct text that has a vector, in row order.
 
     Raises:
-        CacheError: `output` is there already, the format is unknown, or there is nothing to export.
+        CacheError: `output` exists, the format is unknown, or there is nothing to export.
         MissingRows: the corpus has texts that were never encoded.
-        DamagedCache: what would be copied is not what was written.
-        MissingDependency: the format's library is absent.
+        DamagedCache: stored values do not match their digest or key.
+        MissingDependency: the format's library is not installed.
     """
     started = time.monotonic()
     output = Path(output)
@@ -87,9 +87,9 @@ def export(
             corpus = table.corpus(corpus).record.name
         rows = _Rows(table, view, corpus)
         if not rows.exported:
-            raise CacheError(f"space {view.slug} of {cache} has no vector for any row asked for: nothing to export")
+            raise CacheError(f"space {view.slug} of {cache} has no vector for these texts: nothing to export")
         origin = Origin(view.space, view.record.storage, corpus, view.worst_error())
-        with _appearing(output) as target:
+        with _atomic_output(output) as target:
             module.write(target, _blocks(table, view, rows, origin.dtype, report), origin, rows.exported)
         return ExportReport(
             rows=rows.exported,
@@ -109,19 +109,19 @@ def export(
 
 def _format(name: str, output: Path) -> Any:
     if name not in EXPORT_FORMATS:
-        raise CacheError(f"unknown export format {name!r}; known: {', '.join(EXPORT_FORMATS)}")
+        raise CacheError(f"unknown export format {name!r}; expected one of {', '.join(EXPORT_FORMATS)}")
     module = import_module(EXPORT_FORMATS[name])
     if module.LIBRARY and find_spec(module.LIBRARY) is None:
         raise MissingDependency.of(f"exporting as {name}", module.LIBRARY)
     if output.suffix.lower() != module.SUFFIX and module.SUFFIX:
-        raise CacheError(f"{output}: the name of a {name} file has to end with {module.SUFFIX}")
+        raise CacheError(f"{output}: the name of a {name} file must end with {module.SUFFIX}")
     if os.path.lexists(output):
-        raise CacheError(f"{output} is there already; give another name, or remove it first")
+        raise CacheError(f"{output} exists; choose another name, or remove it first")
     return module
 
 
 class _Rows:
-    """Which rows are exported, in which order; counted before anything is written.
+    """The rows to export in order, counted before anything is written.
 
     Raises:
         MissingRows: see `export`.
@@ -131,19 +131,19 @@ class _Rows:
         self._view = view
         self._listed = None if corpus is None else table.corpus(corpus).rows
         self._count = table.rows if self._listed is None else len(self._listed)
-        refused = np.fromiter(view.quarantined(), dtype=np.int64)
+        quarantined = np.fromiter(view.quarantined(), dtype=np.int64)
         self.exported = self.quarantined = self.missing = 0
         for records in self._records():
             present = view.present(records.reshape(-1)).reshape(records.shape)
-            refusals = np.isin(records, refused) & ~present
-            absent = int((~present & ~refusals).sum())
-            if absent and corpus is not None:
+            excluded = np.isin(records, quarantined) & ~present
+            missing = records[~present & ~excluded]
+            if len(missing) and corpus is not None:
                 raise MissingRows(
-                    f"corpus {corpus!r} has texts without a vector in space {view.slug}, the first of them row "
-                    f"{records[~present & ~refusals][0]}; `tcache build` with the same teacher fills it"
+                    f"corpus {corpus!r} has texts without a vector in space {view.slug}, the first is row "
+                    f"{missing[0]}; `tcache build` with the same teacher adds them"
                 )
-            self.missing += absent
-            self.quarantined += int(refusals.any(axis=1).sum())
+            self.missing += len(missing)
+            self.quarantined += int(excluded.any(axis=1).sum())
             self.exported += int(present.all(axis=1).sum()) * records.shape[1]
 
     def _records(self) -> Iterator[npt.NDArray[np.int64]]:
@@ -152,33 +152,33 @@ class _Rows:
             yield np.arange(start, end)[:, None] if self._listed is None else np.asarray(self._listed[start:end])
 
     def blocks(self) -> Iterator[npt.NDArray[np.int64]]:
-        """`(n,)` rows, without records of which a vector is not there."""
+        """`(n,)` rows of the records that have all vectors."""
         for records in self._records():
-            whole = self._view.present(records.reshape(-1)).reshape(records.shape).all(axis=1)
-            if whole.any():
-                yield records[whole].reshape(-1)
+            complete = self._view.present(records.reshape(-1)).reshape(records.shape).all(axis=1)
+            if complete.any():
+                yield records[complete].reshape(-1)
 
 
 def _blocks(
     table: TeacherCache, view: SpaceView, rows: _Rows, dtype: str, report: Callable[[Progress], None]
 ) -> Iterator[Block]:
     progress = Progress(phase="writing", total=rows.exported, space=view.space.describe())
-    vectors = CheckedVectors(view)
+    reader = CheckedReader(view)
     for block in rows.blocks():
         texts, keys = checked_texts(table.texts_table, block)
-        yield Block(texts, keys, vectors.gather(block, dtype))
+        yield Block(texts, keys, reader.gather(block, dtype))
         progress.done += len(block)
         report(progress)
     if progress.done != rows.exported:
         raise CacheError(
-            f"space {view.slug} changed while it was exported: {rows.exported} vectors were there, then "
-            f"{progress.done}; export it again"
+            f"space {view.slug} changed while it was exported: it had {rows.exported} vectors, then {progress.done}; "
+            "export it again"
         )
 
 
 @contextmanager
-def _appearing(output: Path) -> Iterator[Path]:
-    """A path for a file or folder that is `output`, durable and whole, when the block has ended well."""
+def _atomic_output(output: Path) -> Iterator[Path]:
+    """A path for a file or folder that is durably renamed to `output` when the block ends, and removed if it raises."""
     make_folder(output.parent)
     temporary = output.with_name(f"{output.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
@@ -186,7 +186,7 @@ def _appearing(output: Path) -> Iterator[Path]:
         for path in [temporary, *temporary.rglob("*")]:
             sync_folder(path)  # fsync takes files and folders alike
         if os.path.lexists(output):
-            raise CacheError(f"{output} has appeared meanwhile; give another name")
+            raise CacheError(f"{output} was created meanwhile; choose another name")
         os.rename(temporary, output)
         sync_folder(output.parent)
     finally:

@@ -1,4 +1,4 @@
-"""The space of vectors that no back end of ours computed: what their owner says of them."""
+"""The embedding space of imported vectors, as described by the user."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 from teacher_cache.errors import CorpusError
 from teacher_cache.space import EmbeddingSpace
 
-# Together with `weights`, which no digest looks like, it keeps such a space apart from all that a build fills.
+# With `weights`, which looks unlike a digest, it tells such a space from all spaces of a build.
 BACKEND = "imported"
 UNKNOWN = "unknown"
-# What may be stated, and what stands for "not stated". Whether vectors have unit length is seen.
+# Fields the user may give, and their defaults. `normalize` is measured.
 FIELDS: dict[str, Any] = {
     "revision": "",
     "tokenizer": UNKNOWN,
@@ -26,21 +26,25 @@ _EXPECTED = {int: "a number", bool: "true or false", str: "text"}
 
 
 def foreign_space(teacher: str, fields: Mapping[str, Any], *, dims: int, unit_length: bool) -> EmbeddingSpace:
-    """A space of which `teacher` is the name and `fields`, of `FIELDS`, say more; a string may spell any value.
+    """The space of a teacher's vectors.
+
+    Args:
+        fields: more of its fields, of `FIELDS`; strings are converted.
+        unit_length: whether all vectors have unit length.
 
     Raises:
-        CorpusError: there is no such field, it does not hold that, or the vectors show otherwise.
+        CorpusError: an unknown field, an invalid value, or a value that contradicts the vectors.
     """
     stated = FIELDS | {"normalize": unit_length} | {name: _value(name, value) for name, value in fields.items()}
     if stated["normalize"] != unit_length:
         raise CorpusError(
-            f"--field normalize={str(stated['normalize']).lower()}: the vectors "
+            f"`fields` normalize={str(stated['normalize']).lower()}: the vectors "
             f"{'all have' if unit_length else 'do not all have'} unit length; leave it out"
         )
     return EmbeddingSpace(
         teacher=teacher,
         backend=BACKEND,
-        # Labels are no part of the identity, and nothing else tells one foreign teacher from another.
+        # The teacher's name is not part of a space's identity, so it is included here.
         weights=f"{BACKEND}:{teacher}@{stated['revision']}",
         dims=dims,
         **stated,
@@ -49,7 +53,7 @@ def foreign_space(teacher: str, fields: Mapping[str, Any], *, dims: int, unit_le
 
 def _value(name: str, value: Any) -> Any:
     if name not in FIELDS:
-        raise CorpusError(f"--field {name}: imported vectors have no such field; known: {', '.join(FIELDS)}")
+        raise CorpusError(f"unknown field {name!r} in `fields`; expected one of {', '.join(FIELDS)}")
     kind = _KINDS.get(name, str)
     if isinstance(value, str):
         if kind is bool:
@@ -57,5 +61,5 @@ def _value(name: str, value: Any) -> Any:
         elif kind is int and value.isdecimal():
             value = int(value)
     if type(value) is not kind:
-        raise CorpusError(f"--field {name}={value}: expected {_EXPECTED[kind]}")
+        raise CorpusError(f"`fields` {name}={value}: expected {_EXPECTED[kind]}")
     return value

@@ -1,4 +1,4 @@
-"""A folder for `datasets.load_from_disk`: columns `text` and `label`, and `space.json` beside the data."""
+"""A folder for `datasets.load_from_disk` with columns `text` and `label`, and a `space.json`."""
 
 import json
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from typing import Any
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError
 from teacher_cache.table.cache import SPACE_JSON
-from teacher_cache.transfer.arrow import READ_ROWS, batch, matrices, schema
-from teacher_cache.transfer.base import Asked, Block, Given, Origin, read_origin, spooled
+from teacher_cache.transfer.arrow import READ_ROWS, batch, check_column, matrices, schema
+from teacher_cache.transfer.base import Block, Origin, ReadOptions, VectorSource, read_origin, spool
 
 SUFFIX = ""
 LIBRARY = "datasets"
@@ -19,10 +19,10 @@ _DATA = "data-00000-of-00001.arrow"
 
 
 def write(target: Path, blocks: Iterator[Block], origin: Origin, rows: int) -> None:
-    """Fill a new folder.
+    """Write a new folder.
 
-    `Dataset.save_to_disk` saves what is on disk already; written here, a dataset takes its size once. The
-    library has to find all its rows before the folder counts as written.
+    `Dataset.save_to_disk` would need a second copy on disk. So the files are written here, and loaded by the library
+    as a check.
     """
     import datasets
     import pyarrow
@@ -30,7 +30,7 @@ def write(target: Path, blocks: Iterator[Block], origin: Origin, rows: int) -> N
     target.mkdir()
     (target / SPACE_JSON).write_text(origin.to_json(), encoding="utf-8")
     features = datasets.Features.from_arrow_schema(schema(origin))
-    # The library names what `map` keeps after this: it has to differ between any two exports.
+    # The library names its caches of `map` after the fingerprint, so it must differ between exports.
     identity = blake2b(origin.to_json().encode(), digest_size=8)
     with (
         pyarrow.OSFile(str(target / _DATA), "wb") as file,
@@ -55,17 +55,13 @@ def write(target: Path, blocks: Iterator[Block], origin: Origin, rows: int) -> N
         raise CorpusError(f"datasets {datasets.__version__} finds {found} of the {rows} rows written to {target}")
 
 
-def read(source: Path, asked: Asked) -> Given:
-    """The texts of one column and the vectors of another."""
-    corpus = Corpus.open(source, asked.text_key)
+def read(source: Path, options: ReadOptions) -> VectorSource:
+    """Texts and vectors from two columns."""
+    corpus = Corpus.open(source, options.text_key)
     import datasets
 
     dataset = datasets.load_from_disk(str(source), keep_in_memory=False)
-    if asked.vector_key not in dataset.column_names:
-        raise CorpusError(
-            f"{source}: no column {asked.vector_key!r}, found {', '.join(dataset.column_names)}; name that of the "
-            "vectors with --vector-key"
-        )
-    tables = dataset.select_columns([asked.vector_key]).with_format("arrow").iter(batch_size=READ_ROWS)
-    vectors = spooled(matrices(tables, asked.vector_key, str(source)), asked.file, str(source))
-    return Given(corpus, vectors, None, read_origin(source / SPACE_JSON))
+    check_column(options.vector_key, dataset.column_names, source)
+    tables = dataset.select_columns([options.vector_key]).with_format("arrow").iter(batch_size=READ_ROWS)
+    vectors = spool(matrices(tables, options.vector_key, str(source)), options.file, str(source))
+    return VectorSource(corpus, vectors, None, read_origin(source / SPACE_JSON))

@@ -288,13 +288,13 @@ def test_an_export_can_be_imported_and_prints_what_was_skipped(cache: Path, tmp_
         "build", tmp_path / "corpus.jsonl", "--teacher", "toy", "--cache", tmp_path / "other", "--name", "again"
     )
     assert "4 cached, 0 encoded" in result.stdout
-    assert "is there already" in refused(run("export", cache, "--format", "npy", "-o", tmp_path / "out"))
+    assert "exists; choose another name" in refused(run("export", cache, "--format", "npy", "-o", tmp_path / "out"))
 
 
 def test_vectors_of_a_corpus_file_are_imported_with_teacher_and_fields(corpus: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "mine.npy", np.eye(5, 8)[[0, 1, 0, 3, 4]])
     words = ("import", tmp_path / "mine.npy", "--cache", tmp_path / "c", "--corpus", corpus)
-    assert "name their model with --teacher" in refused(run(*words))
+    assert "name it with --teacher" in refused(run(*words))
     assert run(*words, "--teacher", "lab/mine", "--field", "prompt=query: ", "--field", "max_length=64").exit_code == 0
     (space,) = json.loads(run("info", tmp_path / "c", "--json").stdout)["spaces"].values()
     assert (space["space"]["teacher"], space["space"]["prompt"], space["space"]["max_length"]) == (
@@ -302,7 +302,7 @@ def test_vectors_of_a_corpus_file_are_imported_with_teacher_and_fields(corpus: P
         "query: ",
         64,
     )
-    assert "no such field" in refused(run(*words, "--teacher", "lab/mine", "--field", "colour=red"))
+    assert "unknown field 'colour' in --field" in refused(run(*words, "--teacher", "lab/mine", "--field", "colour=red"))
 
 
 def test_caches_are_merged_and_the_result_verifies(cache: Path, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_vector_that_the_format_cannot_hold_stops_it(tmp_path: Path) -> None:
     with TeacherCache.open(tmp_path / "cache", "a") as cache:
         vectors = said(TEXTS[3:4]) * 1e6
         cache.space().write(0, np.array([3]), vectors.astype(np.float32))
-    with pytest.raises(CacheError, match=r"row 3 of space .* cannot be stored as float16: overflows.*stays float32"):
+    with pytest.raises(CacheError, match=r"row 3 of space .* cannot be stored as float16: overflows.*remains float32"):
         convert(tmp_path / "cache", "float16")
 
 

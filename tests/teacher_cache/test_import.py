@@ -138,7 +138,7 @@ def test_another_corpus_of_that_name_is_replaced_only_when_it_is_named(tmp_path:
     export(tmp_path / "a/cache", tmp_path / "out", "npy", corpus="corpus")
     built(tmp_path / "b", TEXTS)
     before = files(tmp_path / "b/cache")
-    with pytest.raises(CacheError, match=r"another corpus 'corpus'.*give this one a --name"):
+    with pytest.raises(CacheError, match=r"another corpus 'corpus'.*give this one a `name`"):
         import_vectors(tmp_path / "out", tmp_path / "b/cache")
     assert files(tmp_path / "b/cache") == before
     assert import_vectors(tmp_path / "out", tmp_path / "b/cache", name="corpus").rows == 22
@@ -182,7 +182,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[KnownError], str]] = {
     "a prompt changed": (
         change_space(lambda r: r["space"].update(prompt="query: ")),
         SpaceMismatch,
-        "names fingerprint .* its fields make",
+        "has fingerprint .* its fields give",
     ),
     "a field lost": (change_space(lambda r: r["space"].pop("prompt")), CorpusError, "missing fields .'prompt'"),
     "no JSON": (lambda folder: (folder / "space.json").write_text("{"), CorpusError, "does not describe"),
@@ -191,7 +191,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[KnownError], str]] = {
     "another width": (
         change_array("vectors.npy", lambda v: v[:, :8]),
         SpaceMismatch,
-        "of 8 numbers, its space says 32",
+        "of 8 numbers, but its space has 32",
     ),
     "one vector less": (
         change_array("vectors.npy", lambda v: v[:-1]),
@@ -202,7 +202,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[KnownError], str]] = {
     "keys in another order": (
         change_array("keys.npy", lambda k: np.roll(k, 1, axis=0)),
         CorpusError,
-        "the key of record 2 is not",
+        "the key of record 2 does not match",
     ),
     "keys of another width": (
         change_array("keys.npy", lambda k: k[:, :8]),
@@ -214,13 +214,17 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[KnownError], str]] = {
     "integers": (change_array("vectors.npy", lambda v: v.astype(np.int8)), CorpusError, "holds int8 of shape"),
     "one dimension": (change_array("vectors.npy", lambda v: v[:, 0]), CorpusError, r"shape \(22,\), expected floats"),
     "no rows": (change_array("vectors.npy", lambda v: v[:0]), CorpusError, r"shape \(0, 32\), expected floats"),
-    "a pickle": (change_array("vectors.npy", lambda v: v.astype(object)), CorpusError, "can be mapped.*Python objects"),
+    "a pickle": (
+        change_array("vectors.npy", lambda v: v.astype(object)),
+        CorpusError,
+        "can be memory-mapped.*Python objects",
+    ),
     "a text changed": (
         lambda folder: (folder / "texts.jsonl").write_text(
             (folder / "texts.jsonl").read_text().replace('"text 1 ', '"text one ')
         ),
         CorpusError,
-        "the key of record 2 is not that of its text 'text one and more'",
+        "the key of record 2 does not match its text 'text one and more'",
     ),
     "an empty text": (
         lambda folder: (folder / "texts.jsonl").write_text('{"text": " "}\n' * 22),
@@ -258,9 +262,9 @@ def test_what_does_not_belong_together_is_refused_and_leaves_nothing(
 
 def test_an_export_says_itself_what_it_is(tmp_path: Path, exported: Path) -> None:
     for options in ({"teacher": "mine"}, {"fields": {"prompt": "x"}}):
-        with pytest.raises(CorpusError, match="says itself what its vectors are"):
+        with pytest.raises(CorpusError, match=r"describes its vectors .* leave `teacher` and `fields` out"):
             import_vectors(exported, tmp_path / "cache", **options)
-    with pytest.raises(CorpusError, match="has texts of its own"):
+    with pytest.raises(CorpusError, match="has texts: leave `corpus` out"):
         import_vectors(exported, tmp_path / "cache", corpus=corpus_of(tmp_path, TEXTS))
 
 
@@ -333,7 +337,7 @@ def test_each_foreign_teacher_has_a_space_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"backend": "toy"}, "no such field; known: revision, tokenizer"),
+        ({"backend": "toy"}, "unknown field 'backend' in `fields`; expected one of revision, tokenizer"),
         ({"max_length": "long"}, "max_length=long: expected a number"),
         ({"normalize": "maybe"}, "normalize=maybe: expected true or false"),
         ({"prompt": 3}, "prompt=3: expected text"),
@@ -371,9 +375,9 @@ def test_vectors_of_pairs_come_one_text_after_the_other(tmp_path: Path) -> None:
 
 def test_a_source_that_cannot_be_an_import_is_refused_with_what_it_should_be(tmp_path: Path) -> None:
     vectors = npy(tmp_path, said(TEXTS))
-    with pytest.raises(CorpusError, match="holds vectors alone: name the files of their texts with --corpus"):
+    with pytest.raises(CorpusError, match="has only vectors: name the files of their texts with `corpus`"):
         import_vectors(vectors, tmp_path / "cache", teacher="a")
-    with pytest.raises(CorpusError, match="does not say what its vectors are: name their model with --teacher"):
+    with pytest.raises(CorpusError, match="does not name the model of its vectors: name it with `teacher`"):
         import_vectors(vectors, tmp_path / "cache", corpus=corpus_of(tmp_path, TEXTS))
     (tmp_path / "vectors.pkl").write_bytes(pickle.dumps(said(TEXTS)))
     np.savez(tmp_path / "vectors.npz", said(TEXTS))
@@ -381,7 +385,7 @@ def test_a_source_that_cannot_be_an_import_is_refused_with_what_it_should_be(tmp
     for name in ("vectors.pkl", "vectors.npz"):
         with pytest.raises(CorpusError, match=r"numpy\.save writes one"):
             import_vectors(tmp_path / name, tmp_path / "cache", corpus=corpus_of(tmp_path, TEXTS), teacher="a")
-    with pytest.raises(CorpusError, match=r"not\.npy .* does not begin as a \.npy file does"):
+    with pytest.raises(CorpusError, match=r"not\.npy .* not a \.npy file"):
         import_vectors(tmp_path / "not.npy", tmp_path / "cache", corpus=corpus_of(tmp_path, TEXTS), teacher="a")
     with pytest.raises(CorpusError, match="no such file or folder"):
         import_vectors(tmp_path / "none", tmp_path / "cache")
@@ -463,7 +467,7 @@ def test_any_parquet_file_or_dataset_of_texts_and_vectors_is_taken(tmp_path: Pat
         assert len(held) == count
         assert all(np.array_equal(held[text], said([text])[0].astype(np.float16)) for text in held)
     for name in ("theirs.parquet", "theirs"):
-        with pytest.raises(CorpusError, match=r"no column 'label', found .*embedding.*--vector-key"):
+        with pytest.raises(CorpusError, match=r"no column 'label', found .*embedding.*`vector_key`"):
             import_vectors(tmp_path / name, tmp_path / "c", text_key="body", teacher="t")
         with pytest.raises(CorpusError, match="no column 'text'"):
             import_vectors(tmp_path / name, tmp_path / "c", vector_key="embedding", teacher="t")
@@ -590,7 +594,7 @@ def test_places_come_in_order_of_value_and_each_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intake, "_SCANNED", scanned)
         array = np.array(values, dtype=kind)
-        groups = [group.tolist() for group in intake.grouped(array, 31, window)]
+        groups = [group.tolist() for group in intake.sorted_windows(array, 31, window)]
     assert [place for group in groups for place in group] == sorted(range(len(values)), key=lambda place: values[place])
     assert all(values[group[-1]] // window == values[group[0]] // window for group in groups)
 
@@ -599,6 +603,6 @@ def test_vectors_agree_up_to_the_rounding_of_bfloat16() -> None:
     # 1 - cos of (1, 0) and (1, t) is 1 - 1 / sqrt(1 + t^2), about t^2 / 2: 5e-4 and 2e-3.
     held = np.array([[1.0, 0.0]] * 6, dtype=np.float32)
     given_ = np.array([[1, 0], [1, 0.0316], [1, 0.0632], [1.04, 0], [1.06, 0], [0, 0]], dtype=np.float32)
-    assert intake.disagreeing(held, given_).tolist() == [2, 4, 5]
+    assert intake.differing_rows(held, given_).tolist() == [2, 4, 5]
     zero = np.zeros((1, 2), dtype=np.float32)
-    assert intake.disagreeing(zero, zero).tolist() == []
+    assert intake.differing_rows(zero, zero).tolist() == []

@@ -328,13 +328,13 @@ def test_damage_is_not_copied(tmp_path: Path, which: str) -> None:
 
 def test_a_corpus_that_changes_meanwhile_is_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = cache_of(tmp_path / "a", TEXTS, name="first")
-    real = intake.CheckedVectors.gather
+    real = intake.CheckedReader.gather
 
-    def rebuilt(self: intake.CheckedVectors, rows: npt.NDArray[np.int64], *arguments: Any) -> Any:
+    def rebuilt(self: intake.CheckedReader, rows: npt.NDArray[np.int64], *arguments: Any) -> Any:
         cache_of(source, TEXTS[::-1], name="first")
         return real(self, rows, *arguments)
 
-    monkeypatch.setattr(intake.CheckedVectors, "gather", rebuilt)
+    monkeypatch.setattr(intake.CheckedReader, "gather", rebuilt)
     with pytest.raises(CacheError, match=r"corpus 'first' of .* changed while it was merged"):
         merge([source], tmp_path / "c")
     monkeypatch.undo()
@@ -355,7 +355,7 @@ STEPS = {
     "write": SpaceView,
     "publish_corpus": TeacherCache,
     "ensure_space": TeacherCache,
-    "add_refusals": merge_module._Joined,
+    "add_quarantined": merge_module._Merger,
 }
 
 

@@ -195,7 +195,7 @@ def test_an_output_that_is_there_is_left_alone(tmp_path: Path, form: str) -> Non
     built(tmp_path, TEXTS)
     output = named(tmp_path, form)
     output.write_text("mine")
-    with pytest.raises(CacheError, match="is there already"):
+    with pytest.raises(CacheError, match="exists; choose another name"):
         export(tmp_path / "cache", output, form)
     assert output.read_text() == "mine"
 
@@ -205,14 +205,14 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, form: str, monkeypa
     built(tmp_path, TEXTS)
     before = {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr(exporter, "BLOCK_RECORDS", 5)
-    real = intake.CheckedVectors.gather
+    real = intake.CheckedReader.gather
 
-    def cut_off(self: intake.CheckedVectors, rows: npt.NDArray[np.int64], *arguments: Any) -> Any:
+    def cut_off(self: intake.CheckedReader, rows: npt.NDArray[np.int64], *arguments: Any) -> Any:
         if 10 in rows:
             raise KeyboardInterrupt
         return real(self, rows, *arguments)
 
-    monkeypatch.setattr(intake.CheckedVectors, "gather", cut_off)
+    monkeypatch.setattr(intake.CheckedReader, "gather", cut_off)
     with pytest.raises(KeyboardInterrupt):
         export(tmp_path / "cache", named(tmp_path, form), form)
     assert {path.name for path in tmp_path.iterdir()} == before
@@ -223,7 +223,7 @@ def test_a_space_that_loses_vectors_while_it_is_exported_is_not_exported_short(
 ) -> None:
     built(tmp_path, TEXTS)
     monkeypatch.setattr(exporter._Rows, "blocks", lambda self: iter([np.arange(5)]))
-    with pytest.raises(CacheError, match="changed while it was exported: 20 vectors were there, then 5"):
+    with pytest.raises(CacheError, match="changed while it was exported: it had 20 vectors, then 5"):
         export(tmp_path / "cache", tmp_path / "out", "npy")
     assert not (tmp_path / "out").exists()
 
@@ -244,9 +244,9 @@ def test_what_cannot_be_exported_is_said_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built(tmp_path, ["nan 1"], teacher=BadVectors.options())
-    with pytest.raises(CacheError, match="unknown export format 'lance'; known: npy, parquet, hf-dataset"):
+    with pytest.raises(CacheError, match="unknown export format 'lance'; expected one of npy, parquet, hf-dataset"):
         export(tmp_path / "cache", tmp_path / "out", "lance")
-    with pytest.raises(CacheError, match=r"has to end with \.parquet"):
+    with pytest.raises(CacheError, match=r"must end with \.parquet"):
         export(tmp_path / "cache", tmp_path / "out", "parquet")
     with pytest.raises(CacheError, match="nothing to export"):
         export(tmp_path / "cache", tmp_path / "out", "npy")
