@@ -67,15 +67,8 @@ class AlignmentSettings:
         return f"{view.record.name}/{self.array}"
 
 
-class AlignmentColumn:
-    """Reads the stored alignments of one space, method and student tokenizer."""
-
-    def __init__(self, column: Column) -> None:
-        self.column = column
-
-    def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """`(n,)`: which rows have a stored alignment."""
-        return self.column.present(rows)
+class AlignmentColumn(Column):
+    """The stored alignments of one space, method and student tokenizer."""
 
     def gather(self, rows: npt.NDArray[np.int64]) -> list[Alignment]:
         """Alignments of n rows, in the order of `rows`.
@@ -85,18 +78,23 @@ class AlignmentColumn:
             DamagedCache: a shard fails its check.
         """
         try:
-            blobs = self.column.read(np.asarray(rows, dtype=np.int64))
+            blobs = self.read(np.asarray(rows, dtype=np.int64))
         except DamagedCache as error:
-            raise _with_advice(self.column, error) from error
+            raise self.damaged(error) from error
         return [
             Alignment.from_pairs(np.frombuffer(blob, dtype=_PAIR).reshape(-1, 2).astype(np.int32)) for blob in blobs
         ]
 
+    def damaged(self, error: DamagedCache) -> DamagedCache:
+        """`error`, with advice."""
+        return DamagedCache(f"{error}; remove {self.array.folder} and run `tcache align` again to compute it again")
+
 
 def stored_alignments(view: SpaceView, settings: AlignmentSettings) -> AlignmentColumn | None:
     """The stored alignments of a space and a student; None if `tcache align` was never run for them."""
-    column = _existing_column(view, settings)
-    return None if column is None else AlignmentColumn(column)
+    name, folder = settings.column_name(view), view.folder / settings.array
+    committed = any(True for _ in view.index.iter_shards(name))
+    return AlignmentColumn(view.index, name, folder) if committed and (folder / "zarr.json").exists() else None
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def align_corpus(
         manifest = cache.corpus(corpus)
         tokenizer = load_tokenizer(spec)
         settings = AlignmentSettings(method, spec.space.tokenizer, length, prompt, ignores_case(tokenizer))
-        column = _existing_column(view, settings) or _new_column(cache, view, settings)
+        column = stored_alignments(view, settings) or _new_column(cache, view, settings)
         rows = manifest.distinct_rows(cache.rows)
         cached = column.present(rows)
         has_tokens = tokens.columns[PIECES].present(rows)
@@ -200,7 +198,7 @@ def align_corpus(
             try:
                 cache.index.commit([column.write(number, shard, blobs, 0.0)])
             except DamagedCache as error:
-                raise _with_advice(column, error) from error
+                raise column.damaged(error) from error
         return AlignReport(
             space=view.slug,
             corpus=manifest.record.name,
@@ -225,14 +223,7 @@ def _token_columns(view: SpaceView) -> TokenColumns:
     return view.tokens
 
 
-def _existing_column(view: SpaceView, settings: AlignmentSettings) -> Column | None:
-    """The stored alignments; None if nothing was committed, or their folder is gone."""
-    name, folder = settings.column_name(view), view.folder / settings.array
-    committed = any(True for _ in view.index.iter_shards(name))
-    return Column(view.index, name, folder) if committed and (folder / "zarr.json").exists() else None
-
-
-def _new_column(cache: TeacherCache, view: SpaceView, settings: AlignmentSettings) -> Column:
+def _new_column(cache: TeacherCache, view: SpaceView, settings: AlignmentSettings) -> AlignmentColumn:
     """A new, empty array in place of what is left of an older one."""
     name, folder = settings.column_name(view), view.folder / settings.array
     cache.index.commit([Change("shards", shard_key(name, number), None) for number, _ in cache.index.iter_shards(name)])
@@ -244,8 +235,4 @@ def _new_column(cache: TeacherCache, view: SpaceView, settings: AlignmentSetting
         itemsize=_PAIR.itemsize,
         compressed=True,
     )
-    return Column(cache.index, name, folder)
-
-
-def _with_advice(column: Column, error: DamagedCache) -> DamagedCache:
-    return DamagedCache(f"{error}; remove {column.array.folder} and run `tcache align` again to compute it again")
+    return AlignmentColumn(cache.index, name, folder)

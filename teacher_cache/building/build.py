@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from teacher_cache.building.pending import PendingShard, PendingTokens, batches, missing_by_shard, new_vectors
+from teacher_cache.building.pending import (
+    BuildCounts,
+    PendingShard,
+    PendingTokens,
+    batches,
+    missing_by_shard,
+    new_vectors,
+)
 from teacher_cache.building.workers import LocalWorkers, Workers
 from teacher_cache.corpus.corpus import TEXTS, Corpus, CorpusSource, to_corpus
 from teacher_cache.errors import CacheError
@@ -32,7 +39,7 @@ from teacher_cache.storage.manifest import (
 from teacher_cache.table.cache import TeacherCache, checked_name
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import resolve, resolve_dtype, token_shape
-from teacher_cache.teachers.base import Encoded, TeacherOptions, TeacherSpec
+from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
 from teacher_cache.tokens.request import TokenRequest, TokenShape
 from teacher_cache.tokens.token_columns import (
     ATTENTION,
@@ -289,35 +296,6 @@ def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Pro
     return table.publish_corpus(record, written)
 
 
-@dataclass
-class BuildCounts:
-    """Counts of one build.
-
-    Attributes:
-        encoded: texts encoded.
-        quarantined: rows of these texts that lack a requested column.
-    """
-
-    encoded: int = 0
-    quarantined: set[int] = field(default_factory=set)
-    truncated: int = 0
-    repaired: int = 0
-    tokens: int = 0
-    token_texts: int = 0
-    token_bytes: int = 0
-
-    @property
-    def stored(self) -> int:
-        return self.encoded - len(self.quarantined)
-
-    def add(self, encoded: Encoded) -> None:
-        """Add one batch."""
-        self.encoded += len(encoded.vectors)
-        self.truncated += int(encoded.truncated.sum())
-        self.repaired += int(encoded.repaired.sum())
-        self.tokens += int(encoded.tokens.sum())
-
-
 def _encode_missing(
     table: TeacherCache,
     view: SpaceView,
@@ -388,10 +366,7 @@ def _encode_missing(
             else:
                 new, vectors = new_vectors(table, view, rows, encoded.vectors)
                 part = int(rows[0] // columns.shard_rows)
-                added = shard.tokens[part].add(columns, rows, encoded, spec)
-                counts.quarantined |= added.quarantined
-                counts.token_texts += added.texts
-                counts.token_bytes += added.bytes
+                shard.tokens[part].add(columns, rows, encoded, spec, counts)
                 if shard.tokens[part].waiting == 0:
                     shard.written += shard.tokens.pop(part).write(columns, part)
             if len(new):

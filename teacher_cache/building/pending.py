@@ -23,6 +23,35 @@ TOKEN_BYTES = 3
 
 
 @dataclass
+class BuildCounts:
+    """Counts of one build.
+
+    Attributes:
+        encoded: texts encoded.
+        quarantined: rows of these texts that lack a requested column.
+    """
+
+    encoded: int = 0
+    quarantined: set[int] = field(default_factory=set)
+    truncated: int = 0
+    repaired: int = 0
+    tokens: int = 0
+    token_texts: int = 0
+    token_bytes: int = 0
+
+    @property
+    def stored(self) -> int:
+        return self.encoded - len(self.quarantined)
+
+    def add(self, encoded: Encoded) -> None:
+        """Add one batch."""
+        self.encoded += len(encoded.vectors)
+        self.truncated += int(encoded.truncated.sum())
+        self.repaired += int(encoded.repaired.sum())
+        self.tokens += int(encoded.tokens.sum())
+
+
+@dataclass
 class PendingShard:
     """Vectors of one shard that are not committed yet.
 
@@ -62,9 +91,14 @@ class PendingTokens:
         return bool(self.stored or self.quarantined)
 
     def add(
-        self, columns: TokenColumns, rows: npt.NDArray[np.int64], encoded: Encoded, spec: TeacherSpec
-    ) -> "AddedTokens":
-        """Add the tokens of one batch in their storage encoding, which takes at most half the memory.
+        self,
+        columns: TokenColumns,
+        rows: npt.NDArray[np.int64],
+        encoded: Encoded,
+        spec: TeacherSpec,
+        counts: BuildCounts,
+    ) -> None:
+        """Add the tokens of one batch in their storage encoding, which takes at most half the memory, and count them.
 
         Raises:
             TeacherError: the teacher returned no tokens.
@@ -75,35 +109,24 @@ class PendingTokens:
         checked = columns.check(encoded.by_token, attention=attention)
         # Some texts lack only their vector or only their attention.
         has_states, has_all = columns.present(rows), columns.present(rows, attention)
-        added = AddedTokens()
         self.waiting -= len(rows)
         for place, row in enumerate(rows.tolist()):
             if has_all[place]:
                 continue
             if place in checked.quarantined:
                 self.quarantined[row] = checked.quarantined[place]
-                added.quarantined.add(row)
+                counts.quarantined.add(row)
                 continue
             self.stored[row] = stored = checked.stored[place]
             self.errors[row] = checked.errors[place]
-            added.texts += 1
-            added.bytes += len(stored.attention or b"") if has_states[place] else stored.bytes
-        return added
+            counts.token_texts += 1
+            counts.token_bytes += len(stored.attention or b"") if has_states[place] else stored.bytes
 
     def write(self, columns: TokenColumns, number: int) -> list[Change]:
         """Write the tokens to token shard `number`, clear them, and return the changes to commit."""
         changes = columns.write(number, self.stored, self.errors, self.quarantined) if self.has_data else []
         self.stored, self.errors, self.quarantined = {}, {}, {}
         return changes
-
-
-@dataclass
-class AddedTokens:
-    """New token columns of one batch: texts, bytes, and rows that were quarantined."""
-
-    texts: int = 0
-    bytes: int = 0
-    quarantined: set[int] = field(default_factory=set)
 
 
 def new_vectors(

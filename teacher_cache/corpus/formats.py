@@ -27,8 +27,8 @@ _CSV_FIELD_LIMIT = 2**27
 _JSON_NAMES = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
 
 T = TypeVar("T")
-# The line, row or record number, counted from 1, and the values of all columns, not checked yet.
-Rows = Iterator[tuple[int, Sequence[Any]]]
+# The number of a line, row or record, counted from 1, and the unchecked values of all columns; None if it is blank.
+Rows = Iterator[tuple[int, Sequence[Any] | None]]
 
 
 def read_records(source: Source, columns: Columns, counts: dict[str, int]) -> Iterator[tuple[Record, str]]:
@@ -41,6 +41,9 @@ def read_records(source: Source, columns: Columns, counts: dict[str, int]) -> It
     """
     width = len(columns.texts)
     for number, values in _rows(source, columns, counts):
+        if values is None:
+            counts["skipped_empty"] += 1
+            continue
         texts = tuple(values[:width])
         for column, text in zip(columns.texts, texts, strict=True):
             if not isinstance(text, str):
@@ -175,11 +178,10 @@ def _read_text(lines: Iterable[str], counts: dict[str, int]) -> Rows:
 
 
 def _read_jsonl(lines: Iterable[str], name: str, columns: Columns, counts: dict[str, int]) -> Rows:
-    blank = ("",) * len(columns.names)
     for number, line in enumerate(lines, start=1):
         line = _without_end(line, counts)
         if _is_empty(line):
-            yield number, blank
+            yield number, None
             continue
         try:
             found = json.loads(line)
@@ -213,7 +215,6 @@ def _read_csv(lines: Iterable[str], name: str, columns: Columns, counts: dict[st
             last = line
             yield line
 
-    blank = ("",) * len(columns.names)
     header: list[str] = []
     places: list[int] = []
     reader = csv.reader(remembered(), delimiter=delimiter, strict=True)
@@ -222,7 +223,7 @@ def _read_csv(lines: Iterable[str], name: str, columns: Columns, counts: dict[st
         for row in reader:
             counts["crlf"] += last.endswith("\r\n")
             if not row:
-                yield start, blank
+                yield start, None
             elif not header:
                 header = row
                 places = [_position(column, header, name, columns.option(column)) for column in columns.names]
