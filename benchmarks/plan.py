@@ -76,8 +76,8 @@ class Compared:
 
 def compare(setting: Setting, students: Path | None, steps: int) -> Compared:
     """One setting, foretold and measured."""
-    from distill.bench.beds import beds
     from distill.bench.settings import BenchSettings
+    from distill.bench.workloads import workloads
     from distill.plan.models import student_model
     from distill.plan.step import trace
     from distill.training.targets import Targets
@@ -97,8 +97,8 @@ def compare(setting: Setting, students: Path | None, steps: int) -> Compared:
         warm_up=0,
     )
     (method,) = settings.rows()
-    with beds(settings) as (bed,):
-        config = bed.configured(method.configured(settings.run_config()), online=False)
+    with workloads(settings) as (workload,):
+        config = workload.configure(method.configure(settings.run_config()), online=False)
         begun = time.perf_counter()
         with TeacherCache.open(config.cache) as cache:
             shape = Targets(config, cache).shape
@@ -119,10 +119,10 @@ def _measured(config: Any) -> int:
 
 def _train(config: Any) -> int:
     """Bytes that a training takes at its peak, its model included, in a process that has taken one small step."""
-    from distill.bench.turn import take_turn
+    from distill.bench.timed_run import measure_run
 
-    take_turn(replace(config, training=replace(config.training, per_device_train_batch_size=2, max_steps=1)), 0)
-    return take_turn(config, 0).peak
+    measure_run(replace(config, training=replace(config.training, per_device_train_batch_size=2, max_steps=1)), 0)
+    return measure_run(config, 0).peak
 
 
 def results(students: Path | None, quick: bool) -> Iterator[Compared]:

@@ -102,7 +102,7 @@ def in_rounds(tasks: Sequence[Task], rounds: int) -> Iterator[Round]:
 def peaks_alone(tasks: Sequence[Task], rounds: int) -> Iterator[dict[str, int]]:
     """Bytes by contender, each in a process that a server forks which has the libraries; on the rounds' batches."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["distill.bench.turn", "sentence_transformers"])
+    context.set_forkserver_preload(["distill.bench.timed_run", "sentence_transformers"])
     for number in range(min(rounds, PROCESSES)):
         found = {}
         for task in tasks:

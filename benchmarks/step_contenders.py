@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PrinterCallback, set_seed
 from benchmarks.encode import distinct
 from benchmarks.paper_loop import PaperLoop
 from distill.bench.settings import BenchSettings
-from distill.bench.turn import TurnClock, take_turn
+from distill.bench.timed_run import TimedRunClock, measure_run
 from distill.config import RunConfig, SharpnessConfig, StudentConfig
 from distill.student.student import student_shape
 from distill.training.measurement import StepTime, cycle_means, memory_in_use, peak_memory, reset_peak_memory
@@ -108,16 +108,16 @@ class Taken:
 def take(task: Task) -> Taken:
     """Train anew, and let go of it."""
     if task.contender.method in OURS:
-        turn = take_turn(task.config(), task.warm_up)
-        return Taken(turn.steps, turn.peak)
+        measured = measure_run(task.config(), task.warm_up)
+        return Taken(measured.steps, measured.peak)
     gc.collect()
-    before, clock = memory_in_use(PROCESSOR), TurnClock(PROCESSOR)
+    before, clock = memory_in_use(PROCESSOR), TimedRunClock(PROCESSOR)
     set_seed(task.seed)
     (by_sentence_transformers if task.contender.method == PEER else by_the_paper)(task, clock)
     return Taken(tuple(clock.timer.steps[task.warm_up :]), max(0, peak_memory(PROCESSOR) - before))
 
 
-def by_sentence_transformers(task: Task, clock: TurnClock) -> None:
+def by_sentence_transformers(task: Task, clock: TimedRunClock) -> None:
     from datasets import Dataset
     from sentence_transformers import (
         SentenceTransformer,
@@ -169,7 +169,7 @@ def by_sentence_transformers(task: Task, clock: TurnClock) -> None:
         trainer.train()
 
 
-def by_the_paper(task: Task, clock: TurnClock) -> None:
+def by_the_paper(task: Task, clock: TimedRunClock) -> None:
     folder = ModelFolder(task.model).encoder
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     loop = PaperLoop(folder, WIDTH, task.warm_up + task.steps, ascends=PAPERS[task.contender.method])

@@ -115,10 +115,10 @@ def bench(
             random_weights=random_weights or "",
             methods=DEFAULT_METHODS if methods is None else methods,
             lengths=lengths or (("corpus",) if folder else (64,)),
-            alone=not no_memory,
+            own_process=not no_memory,
             **given,
         )
-        result = measure(settings, report=lambda p: update("turns", p.done, p.turns, f"{p.method}, {p.lengths}"))
+        result = measure(settings, report=lambda p: update("measurements", p.done, p.total, f"{p.method}, {p.lengths}"))
     record = result.to_json()
     for path in output:
         text = json.dumps(record, indent=2, ensure_ascii=False) if path.suffix == ".json" else as_markdown(record)

@@ -75,7 +75,7 @@ HEAVY = {
     ),
     "transformers": (
         "teacher_cache.teachers.loading",
-        "distill.bench.turn",
+        "distill.bench.timed_run",
         "distill.training.arguments",
         "distill.training.callbacks",
         "distill.training.trainer",

@@ -1,1 +1,1 @@
-"""The cost of every method, measured: time and memory of the trainer's own steps, side by side."""
+"""Measured step time and memory of every method, on the trainer's real steps, side by side."""

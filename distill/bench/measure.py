@@ -1,4 +1,4 @@
-"""All methods in turns, round by round, and what the rounds say together."""
+"""Measurements of all methods, interleaved in rounds, and their summary."""
 
 import gc
 import multiprocessing
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from distill.bench.beds import Bed, beds
 from distill.bench.settings import BASELINE, ONLINE, BenchSettings, Method
-from distill.bench.turn import PARTS, Turn, take_turn
+from distill.bench.timed_run import PARTS, Measurement, measure_run
+from distill.bench.workloads import Workload, workloads
 from distill.config import RunConfig, resolve_precision
 from distill.errors import ConfigError
 from distill.training.measurement import DATA, StepTime, cycle_means
@@ -30,41 +30,41 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a bench is; handed to the caller's callback before every turn."""
+    """Progress of a bench, passed to the caller's callback before every measurement."""
 
     method: str
     lengths: int | str
     done: int
-    turns: int
+    total: int
 
 
 @dataclass
 class Row:
-    """A method on one set of texts.
+    """A method on one workload.
 
     Attributes:
-        turns: one a round.
-        cycle: steps whose mean is a figure, the same for all rows of a table.
-        alone: its turn in a process of its own, for memory.
-        failed: why it could not be measured; "" where it was.
+        measurements: one per round.
+        cycle: steps that every figure is averaged over, the same for all rows of a table.
+        own_process: the measurement in a new process, for memory.
+        failed: why it could not be measured, or "".
     """
 
     method: Method
     config: RunConfig | None
-    turns: list[Turn] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
     cycle: int = 1
-    alone: Turn | None = None
+    own_process: Measurement | None = None
     failed: str = ""
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What was measured where; `to_json` has the names that scripts rely on.
+    """All figures of a bench.
 
     Attributes:
-        device: name of the GPU, or the processor with its threads.
-        cycle: successive steps whose mean is one figure, that medians and quantiles are taken of.
-        tables: one for each of the lengths: `lengths`, `tokens` and `positions` a batch, and `rows`.
+        device: name of the GPU, or the CPU with its threads.
+        cycle: successive steps that are averaged before medians and quantiles are taken.
+        tables: one for each of the lengths: `lengths`, `tokens` and `positions` per batch, and `rows`.
     """
 
     settings: dict[str, Any]
@@ -80,17 +80,16 @@ class BenchResult:
 
 
 def bench(settings: BenchSettings, *, report: Callable[[Progress], None] = lambda progress: None) -> BenchResult:
-    """Measure every method on every set of texts.
+    """Measure every method on every workload.
 
-    In each round every method is made anew and takes its steps, one method after the other, on the very same
-    batches; each round begins with another method. One method is in memory at a time.
+    In each round every method is built anew and takes its steps, one method after the other, on the same batches;
+    each round starts with another method. One method is in memory at a time.
 
-    Sharpness that has no ascent at some steps makes every figure the mean over a cycle of steps
-    (`BenchSettings.cycle`), in all rows, so that they are means over the same batches; timed steps are rounded up to
-    whole cycles.
+    If some sharpness has no ascent at some steps, every figure of all rows is the mean over a cycle of steps
+    (`BenchSettings.cycle`), so that all are means over the same batches; timed steps are rounded up to whole cycles.
 
     Raises:
-        KnownError: settings, cache, student or teacher that cannot be used, or not one method that can be measured.
+        KnownError: unusable settings, cache, student or teacher, or no method that can be measured.
     """
     settings.check()
     cycle = settings.cycle()
@@ -98,23 +97,24 @@ def bench(settings: BenchSettings, *, report: Callable[[Progress], None] = lambd
     methods, base = settings.rows(), settings.run_config()
     precision = resolve_precision(settings.precision)
     if settings.memory_cap is not None:
-        _cap(settings.memory_cap)
-    alone = settings.alone and not torch.cuda.is_available()
-    turns = len(methods) * len(settings.lengths) * (settings.rounds + alone)
+        _cap_gpu_memory(settings.memory_cap)
+    own_process = settings.own_process and not torch.cuda.is_available()
+    total = len(methods) * len(settings.lengths) * (settings.rounds + own_process)
     names = [method.name for method in methods]
     baseline = BASELINE if BASELINE in names else names[0]
-    tables, done, started = [], 0, time.monotonic()
-    with beds(settings) as made, _libraries_left_alone():
-        for bed in made:
-            rows = [_row(method, base, bed, cycle) for method in methods]
-            for turn, row in _order(rows, settings.rounds, alone):
-                report(Progress(row.method.name, bed.lengths, done, turns))
+    tables, done, start = [], 0, time.monotonic()
+    with workloads(settings) as created, _gc_frozen():
+        for workload in created:
+            rows = [_row(method, base, workload, cycle) for method in methods]
+            for number, row in _schedule(rows, settings.rounds, own_process):
+                report(Progress(row.method.name, workload.lengths, done, total))
                 done += 1
-                if turn and _is_over(started, settings.minutes):  # never in round 0
+                # The first round is always completed.
+                if number and settings.minutes is not None and time.monotonic() - start > 60 * settings.minutes:
                     break
                 if not row.failed and row.config is not None:
-                    _measure(row, turn, row.config, settings)
-            tables.append(_table(rows, bed, baseline))
+                    _measure(row, number, row.config, settings)
+            tables.append(_table(rows, workload, baseline))
     failures = [row["failed"] for table in tables for row in table["rows"]]
     if all(failures):
         raise ConfigError(f"no method could be measured; the first, {names[0]}: {failures[0]}")
@@ -123,8 +123,8 @@ def bench(settings: BenchSettings, *, report: Callable[[Progress], None] = lambd
 
 
 @contextmanager
-def _libraries_left_alone() -> Iterator[None]:
-    """What was there before the turns is not searched for garbage between them: that takes most of a second."""
+def _gc_frozen() -> Iterator[None]:
+    """Exclude existing objects from garbage collection between measurements, which would take most of a second."""
     gc.collect()
     gc.freeze()
     try:
@@ -133,57 +133,50 @@ def _libraries_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _is_over(started: float, minutes: float | None) -> bool:
-    return minutes is not None and time.monotonic() - started > 60 * minutes
-
-
-def _row(method: Method, base: RunConfig, bed: Bed, cycle: int) -> Row:
+def _row(method: Method, base: RunConfig, workload: Workload, cycle: int) -> Row:
     try:
-        config = bed.configured(method.configured(base), method.teacher == ONLINE)
+        config = workload.configure(method.configure(base), method.teacher == ONLINE)
         config.check()
     except KnownError as error:
-        return Row(method, None, failed=_line(error))
+        return Row(method, None, failed=_one_line(error))
     return Row(method, config, cycle=cycle)
 
 
-def _order(rows: Sequence[Row], rounds: int, alone: bool) -> Iterator[tuple[int | None, Row]]:
-    """Rounds of rows; None is the turn in a process of its own."""
-    if alone:
+def _schedule(rows: Sequence[Row], rounds: int, own_process: bool) -> Iterator[tuple[int | None, Row]]:
+    """The round and row of each measurement; the round is None for those in a new process."""
+    if own_process:
         yield from ((None, row) for row in rows)
     for number in range(rounds):
         first = number * len(rows) // rounds
         yield from ((number, row) for row in (*rows[first:], *rows[:first]))
 
 
-def _measure(row: Row, turn: int | None, config: RunConfig, settings: BenchSettings) -> None:
+def _measure(row: Row, number: int | None, config: RunConfig, settings: BenchSettings) -> None:
     try:
-        if turn is None:
-            row.alone = _in_own_process(config, settings.warm_up)
+        if number is None:
+            row.own_process = _measure_in_new_process(config, settings.warm_up)
         else:
-            row.turns.append(take_turn(config, settings.warm_up))
+            row.measurements.append(measure_run(config, settings.warm_up))
     except BrokenProcessPool:  # a RuntimeError too
         row.failed = "its process was killed: out of memory?"
     except (KnownError, RuntimeError, MemoryError) as error:
-        row.failed = _out_of_memory(error, settings) or _line(error)
+        row.failed = _out_of_memory(error, settings) or _one_line(error)
 
 
-def _in_own_process(config: RunConfig, warm_up: int) -> Turn:
-    """A turn whose process has held nothing else; a server that has the libraries forks it."""
+def _measure_in_new_process(config: RunConfig, warm_up: int) -> Measurement:
+    """Measure in a process without other allocations, forked from a server that has imported the libraries."""
     kind = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(kind)
     if kind == "forkserver":
-        context.set_forkserver_preload(["distill.bench.turn"])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_turn_of_child, config, warm_up, torch.get_num_threads()).result()
-
-
-def _turn_of_child(config: RunConfig, warm_up: int, threads: int) -> Turn:
-    torch.set_num_threads(threads)
-    return take_turn(config, warm_up)
+        context.set_forkserver_preload(["distill.bench.timed_run"])
+    with ProcessPoolExecutor(
+        1, mp_context=context, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+    ) as pool:
+        return pool.submit(measure_run, config, warm_up).result()
 
 
 def _out_of_memory(error: BaseException, settings: BenchSettings) -> str:
-    """What to say where memory was the reason, in whatever it was wrapped; "" where it was not."""
+    """The message if memory ran out, also as the cause of another error; otherwise ""."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, torch.OutOfMemoryError | MemoryError):
@@ -193,13 +186,13 @@ def _out_of_memory(error: BaseException, settings: BenchSettings) -> str:
     return ""
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _cap(cap: int) -> None:
+def _cap_gpu_memory(cap: int) -> None:
     if not torch.cuda.is_available():
-        raise ConfigError("--memory-cap caps a CUDA GPU, and there is none here; leave it out")
+        raise ConfigError("`memory_cap` is for a CUDA GPU, and there is none; leave it out")
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
 
@@ -210,84 +203,78 @@ def _device() -> str:
     return f"cpu, {torch.get_num_threads()} threads"
 
 
-def _table(rows: Sequence[Row], bed: Bed, baseline: str) -> dict[str, Any]:
-    known = {row.method.name: row for row in rows}
-    steps = next((turn.steps for row in rows for turn in row.turns), ())
+def _table(rows: Sequence[Row], workload: Workload, baseline: str) -> dict[str, Any]:
+    by_name = {row.method.name: row for row in rows}
+    steps = next((measured.steps for row in rows for measured in row.measurements), ())
     return {
-        "lengths": bed.lengths,
+        "lengths": workload.lengths,
         "tokens": float(np.mean([step.tokens for step in steps])) if steps else None,
         "positions": float(np.mean([step.positions for step in steps])) if steps else None,
-        "rows": [_summary(row, known[baseline]) for row in rows],
+        "rows": [_summary(row, by_name[baseline]) for row in rows],
     }
 
 
 def _summary(row: Row, baseline: Row) -> dict[str, Any]:
-    """Medians over the cycles of all timed steps; a ratio is the median over the rounds of their medians' ratios."""
+    """Figures of a row: medians over the cycles of all timed steps; ratios are medians over the rounds' ratios."""
     method = row.method
-    told: dict[str, Any] = {"method": method.name, "teacher": method.teacher, "failed": row.failed or None}
-    if row.failed or not row.turns:
-        return told
-    steps = [step for turn in row.turns for step in turn.steps]
+    summary: dict[str, Any] = {"method": method.name, "teacher": method.teacher, "failed": row.failed or None}
+    if row.failed or not row.measurements:
+        return summary
+    steps = [step for measured in row.measurements for step in measured.steps]
 
     def figures(seconds: Callable[[StepTime], float]) -> list[float]:
         return cycle_means(map(seconds, steps), row.cycle)
 
-    own, whole = figures(_own), figures(FIGURES["with_data"])
+    own, whole = figures(FIGURES["step"]), figures(FIGURES["with_data"])
     memory = _memory(row)
-    return told | {
+    return summary | {
         "step_ms_p50": 1e3 * median(own),
         "step_ms_p90": 1e3 * float(np.quantile(own, 0.9)),
         "with_data_ms_p50": 1e3 * median(whole),
         "with_data_ms_p90": 1e3 * float(np.quantile(whole, 0.9)),
         "processor_ms_p50": None if torch.cuda.is_available() else 1e3 * median(figures(FIGURES["processor"])),
-        "parts_ms": {part: 1e3 * median(figures(_part(part))) for part in PARTS},
+        "parts_ms": {
+            part: 1e3 * median(cycle_means([step.parts[part] for step in steps], row.cycle)) for part in PARTS
+        },
         "steps": len(steps),
-        "rounds": len(row.turns),
+        "rounds": len(row.measurements),
         "tokens_per_second": sum(step.tokens for step in steps) / sum(step.seconds for step in steps),
         "peak_bytes": None if memory is None else memory.peak,
         "loaded_bytes": None if memory is None else memory.loaded,
-        "weights_bytes": row.turns[0].weights,
-        "cache_bytes_a_sample": row.turns[0].stored,
-        "teacher_bytes": row.turns[0].teacher,
+        "weights_bytes": row.measurements[0].weights,
+        "cache_bytes_a_sample": row.measurements[0].stored,
+        "teacher_bytes": row.measurements[0].teacher,
         "ratio": _ratios(row, baseline),
     }
 
 
-def _own(step: StepTime) -> float:
-    """A step without the wait for its batch, with what an online teacher takes."""
-    return step.seconds - step.parts[DATA]
-
-
-def _part(name: str) -> Callable[[StepTime], float]:
-    return lambda step: step.parts[name]
-
-
-# What has a ratio to the baseline, in seconds of a step.
+# Figures with a ratio to the baseline, in seconds of a step.
 FIGURES: dict[str, Callable[[StepTime], float]] = {
-    "step": _own,
+    # Without the wait for data, with the online teacher.
+    "step": lambda step: step.seconds - step.parts[DATA],
     "with_data": lambda step: step.seconds,
     "processor": lambda step: step.processor_seconds,
 }
 
 
-def _memory(row: Row) -> Turn | None:
-    """The turn that tells a row's memory: on a processor, that of a process of its own."""
-    if row.alone is not None or not torch.cuda.is_available():
-        return row.alone
-    return max(row.turns, key=lambda turn: turn.peak, default=None)
+def _memory(row: Row) -> Measurement | None:
+    """The measurement of a row's memory: on a CPU the one in a new process."""
+    if row.own_process is not None or not torch.cuda.is_available():
+        return row.own_process
+    return max(row.measurements, key=lambda measured: measured.peak, default=None)
 
 
 def _ratios(row: Row, baseline: Row) -> dict[str, float] | None:
-    """To the baseline, of the same round; least and most tell how the rounds differ."""
-    if baseline.failed or not baseline.turns:
+    """Ratios to the baseline within each round: median, least and most over the rounds."""
+    if baseline.failed or not baseline.measurements:
         return None
     ratios: dict[str, float] = {}
     for name, seconds in FIGURES.items():
-        rounds = [
-            median(cycle_means(map(seconds, mine.steps), row.cycle))
-            / median(cycle_means(map(seconds, its.steps), row.cycle))
-            for mine, its in zip(row.turns, baseline.turns, strict=False)
+        medians = [
+            [median(cycle_means(map(seconds, measured.steps), row.cycle)) for measured in measurements]
+            for measurements in (row.measurements, baseline.measurements)
         ]
+        rounds = [own / base for own, base in zip(*medians, strict=False)]
         ratios |= {name: median(rounds), f"{name}_least": min(rounds), f"{name}_most": max(rounds)}
-    mine, its = _memory(row), _memory(baseline)
-    return ratios | ({"memory": mine.peak / its.peak} if mine is not None and its is not None and its.peak else {})
+    own, base = _memory(row), _memory(baseline)
+    return ratios | ({"memory": own.peak / base.peak} if own is not None and base is not None and base.peak else {})

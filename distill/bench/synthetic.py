@@ -1,7 +1,4 @@
-"""Students and teachers of real sizes with random weights, and what such a teacher would have said.
-
-For costs alone: a step takes as long whatever the numbers are.
-"""
+"""Students and teachers of real sizes with random weights, and random teacher outputs, to measure costs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,19 +19,19 @@ from teacher_cache.teachers.token_offsets import tokenize_with_offsets
 from teacher_cache.teachers.transformer import TransformerTeacher
 from teacher_cache.tokens.request import TextTokens, TokenRequest
 
-# Its class by the name that `TeacherOptions.backend` takes.
+# `SyntheticTeacher` as `TeacherOptions.backend`.
 BACKEND = "distill.bench.synthetic:SyntheticTeacher"
 SEED = 42
-# Normal numbers that token states are cut from: making each anew would take longer than training on it.
+# Token states are slices of this many normal numbers: drawing each one would take longer than training on it.
 DRAWN = 2**22
 
 
 def model_config(name: str) -> Any:
-    """transformers' configuration of a known shape, or out of a model folder.
+    """transformers' configuration of a known shape or a model folder.
 
     Raises:
-        StudentError: nothing is called so.
-        TeacherError: a folder that holds no model.
+        StudentError: an unknown shape.
+        TeacherError: the folder is not a model.
     """
     from transformers import AutoConfig
 
@@ -44,16 +41,16 @@ def model_config(name: str) -> Any:
 
 
 def write_student(name: str, folder: Path) -> StudentConfig:
-    """A random student of a known shape and a tokenizer of made-up words, as a folder like any other.
+    """Write a student folder with random weights of a known shape and a tokenizer of synthetic words.
 
     Raises:
-        StudentError: no shape is called so.
+        StudentError: an unknown shape.
     """
     from transformers import AutoModel, set_seed
 
     shape, config = find_shape(name), shape_config(name)
     set_seed(SEED)
-    with loading(folder):  # silently
+    with loading(folder):  # hides progress bars
         AutoModel.from_config(config).save_pretrained(folder)
     longest = min(shape.max_length, shape.positions)
     write_tokenizer(folder, _words(int(config.vocab_size), int(config.pad_token_id or 0)), longest)
@@ -61,18 +58,18 @@ def write_student(name: str, folder: Path) -> StudentConfig:
 
 
 def write_teacher(config: Any, tokenizer: Any, folder: Path) -> Path:
-    """The folder of a `SyntheticTeacher`: sizes and the student's tokenizer, and no weights."""
+    """Write the folder of a `SyntheticTeacher`: configuration and tokenizer, no weights."""
     from safetensors.torch import save_file
 
     config.vocab_size = max(config.vocab_size, len(tokenizer))
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_file({"made_up": torch.zeros(1)}, folder / "model.safetensors")
+    save_file({"unused": torch.zeros(1)}, folder / "model.safetensors")
     return folder
 
 
 def _words(size: int, pad: int) -> Any:
-    """The tokens of `size` words between spaces, w0, w1 and so on, among them BERT's special ones."""
+    """A tokenizer model of `size` words, w0, w1, ..., BERT's special tokens included."""
     from tokenizers.models import WordLevel
 
     names = ["[UNK]", "[CLS]", "[SEP]"]
@@ -82,10 +79,10 @@ def _words(size: int, pad: int) -> Any:
 
 
 def write_tokenizer(folder: Path, model: Any, max_length: int) -> int:
-    """A tokenizer of words between spaces, with BERT's special tokens around a text; its number of tokens.
+    """Write a whitespace tokenizer with BERT's special tokens around a text; returns its vocabulary size.
 
     Args:
-        model: of the `tokenizers` library; [PAD], [UNK], [CLS] and [SEP] are in its vocabulary.
+        model: of the `tokenizers` library, with [PAD], [UNK], [CLS] and [SEP] in its vocabulary.
     """
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -107,7 +104,7 @@ def write_tokenizer(folder: Path, model: Any, max_length: int) -> int:
 
 
 class SyntheticTeacher(TransformerTeacher):
-    """A transformers model with random weights of the sizes that its folder's config.json names."""
+    """A transformers model with random weights, of the sizes in its folder's config.json."""
 
     @classmethod
     def resolve(cls, options: Any, folder: Path | None) -> TeacherSpec:
@@ -129,8 +126,8 @@ class SyntheticTeacher(TransformerTeacher):
         return prepare_encoder(network, dtype, self.device)
 
 
-class MadeUpAnswers(Workers):
-    """What a made-up teacher might have said, without a network: vectors, states and attention are drawn."""
+class SyntheticOutputs(Workers):
+    """Random vectors, token states and attention in place of a teacher."""
 
     def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
         from transformers import AutoTokenizer
@@ -138,18 +135,18 @@ class MadeUpAnswers(Workers):
         folder = spec.model_folder
         tokenizer = AutoTokenizer.from_pretrained(folder.encoder, local_files_only=True)
         width = 0 if spec.request is None else folder.token_shape().width
-        answers = _Drawn(tokenizer, spec, width)
+        random = _RandomOutputs(tokenizer, spec, width)
         for number, texts in enumerate(batches):
-            yield number, answers.of(texts)
+            yield number, random.encode(texts)
 
 
-class _Drawn:
+class _RandomOutputs:
     def __init__(self, tokenizer: Any, spec: TeacherSpec, width: int) -> None:
         self.tokenizer, self.space, self.request, self.width = tokenizer, spec.space, spec.request, width
         self.random = np.random.default_rng(SEED)
         self.numbers = self.random.standard_normal(DRAWN, dtype=np.float32)
 
-    def of(self, texts: Sequence[str]) -> Encoded:
+    def encode(self, texts: Sequence[str]) -> Encoded:
         vectors = self.random.standard_normal((len(texts), self.space.dims), dtype=np.float32)
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         pieces = tokenize_with_offsets(
@@ -157,8 +154,8 @@ class _Drawn:
         )
         none = np.zeros(len(texts), dtype=np.bool_)
         counts = np.array([len(one) for one in pieces], dtype=np.int32)
-        said = None if self.request is None else [self._tokens(one, self.request) for one in pieces]
-        return Encoded(vectors, counts, none, none.copy(), said)
+        tokens = None if self.request is None else [self._tokens(one, self.request) for one in pieces]
+        return Encoded(vectors, counts, none, none.copy(), tokens)
 
     def _tokens(self, pieces: npt.NDArray[np.int32], request: TokenRequest) -> TextTokens:
         count = len(pieces)

@@ -1,4 +1,4 @@
-"""The texts that methods are measured on, each set in a cache of its own: the user's, or one that is made for it."""
+"""The texts that methods are measured on, each set in a cache: the user's, or a temporary one."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from distill.bench.settings import CORPUS, BenchSettings
-from distill.bench.synthetic import BACKEND, MadeUpAnswers, model_config, write_student, write_teacher
+from distill.bench.synthetic import BACKEND, SyntheticOutputs, model_config, write_student, write_teacher
 from distill.config import RunConfig, StudentConfig, TeacherConfig, resolve_precision
 from distill.errors import ConfigError, DistillError, NeedsNotMet
 from distill.objectives.base import StudentShape, TeacherShape
@@ -29,23 +29,23 @@ from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.settings import options_for_space
 from teacher_cache.tokens.request import TokenRequest
 
-# Batches of texts of one length, and texts of a corpus that a made-up teacher answers.
+# Batches of uniform length, and texts of a corpus for which a synthetic teacher's outputs are drawn.
 BATCHES, CORPUS_TEXTS = 8, 4096
-# Words that texts of a wanted length are made of.
+# Vocabulary of texts of uniform length.
 WORDS = 2000
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SEED = 42
-# Of a teacher of whom only the width of its vectors is known: blocks, and numbers a head of attention.
+# Sizes of a teacher of which only the width is known: blocks, and width of an attention head.
 LAYERS, HEAD = 12, 64
 
 
 @dataclass(frozen=True)
-class Bed:
-    """What all rows of one table are measured on.
+class Workload:
+    """The texts and models that all rows of one table are measured on.
 
     Attributes:
         lengths: tokens of every text, or "corpus".
-        teacher: whom online rows ask; "" is nobody.
+        teacher: the online teacher of rows that need one; "" for none.
     """
 
     lengths: int | str
@@ -56,14 +56,14 @@ class Bed:
     teacher: str = ""
     teacher_device: str | None = None
 
-    def configured(self, config: RunConfig, online: bool) -> RunConfig:
-        """`config` on these texts.
+    def configure(self, config: RunConfig, online: bool) -> RunConfig:
+        """`config` on this workload.
 
         Raises:
-            NeedsNotMet: an online row, and nobody to ask.
+            NeedsNotMet: `online`, and there is no teacher.
         """
         if online and not self.teacher:
-            raise NeedsNotMet("the teacher is asked at every step: name it with --teacher, or use --random-weights")
+            raise NeedsNotMet("an online teacher is needed: give `teacher`, or `random_weights`")
         teacher = TeacherConfig("online", self.teacher, self.teacher_device) if online else TeacherConfig()
         return replace(
             config, cache=self.cache, space=self.space, corpus=self.corpus, student=self.student, teacher=teacher
@@ -71,24 +71,24 @@ class Bed:
 
 
 @contextmanager
-def beds(settings: BenchSettings) -> Iterator[list[Bed]]:
-    """One for each of `settings.lengths`, in order; what is made for them is gone afterwards.
+def workloads(settings: BenchSettings) -> Iterator[list[Workload]]:
+    """One workload for each of `settings.lengths`, in order; temporary caches are removed afterwards.
 
     Raises:
-        KnownError: cache, student or teacher is not there, or a length that the student cannot have.
+        KnownError: cache, student or teacher does not exist, or a length that the student does not support.
     """
     with TemporaryDirectory(prefix="distill-bench-") as scratch:
-        maker = _Maker(settings, Path(scratch))
-        yield [maker.bed(lengths) for lengths in settings.lengths]
+        factory = _WorkloadFactory(settings, Path(scratch))
+        yield [factory.create(lengths) for lengths in settings.lengths]
 
 
-class _Maker:
+class _WorkloadFactory:
     def __init__(self, settings: BenchSettings, scratch: Path) -> None:
         from transformers import AutoTokenizer
 
         self.settings, self.scratch = settings, scratch
         config = settings.run_config()
-        if settings.cache:  # what is not there is told before anything is made
+        if settings.cache:  # fail early
             with TeacherCache.open(settings.cache) as cache:
                 cache.space(settings.space)
                 cache.corpus(settings.corpus)
@@ -105,10 +105,10 @@ class _Maker:
         self.positions = folder.positions
         self.dtype = DTYPES[resolve_precision(settings.precision)]
 
-    def bed(self, lengths: int | str) -> Bed:
+    def create(self, lengths: int | str) -> Workload:
         settings = self.settings
         if lengths == CORPUS and not settings.random_weights:
-            return Bed(
+            return Workload(
                 CORPUS,
                 settings.cache,
                 settings.space,
@@ -120,9 +120,9 @@ class _Maker:
         student, texts = self.student, []
         if isinstance(lengths, int):
             if self.positions is not None and lengths > self.positions:
-                raise ConfigError(f"--lengths {lengths}: the student has positions for {self.positions} tokens")
+                raise ConfigError(f"`lengths` {lengths}: the student has positions for {self.positions} tokens")
             student = replace(student, max_length=lengths)
-            texts = texts_of(self.tokenizer, lengths, BATCHES * settings.batch_size)
+            texts = synthetic_texts(self.tokenizer, lengths, BATCHES * settings.batch_size)
         else:
             texts = self._corpus_texts()
         options, workers = self._teacher(lengths)
@@ -130,21 +130,21 @@ class _Maker:
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
         cache = self.scratch / f"cache-{lengths}"
         spec = resolve(options)
-        said = token_shape(spec)
+        tokens = token_shape(spec)
         shape = TeacherShape(
             spec.space.dims,
             spec.space.normalize,
-            token_dim=said.width,
-            layers=said.layers,
-            heads=said.heads,
-            causal=said.causal,
+            token_dim=tokens.width,
+            layers=tokens.layers,
+            heads=tokens.heads,
+            causal=tokens.causal,
         )
         build(Corpus.open(source), options, cache, workers=workers, tokens=self._tokens(self.shape, shape))
-        asked = options.model if settings.teacher or settings.random_weights else ""
-        return Bed(lengths, str(cache), None, None, student, asked, settings.teacher_device)
+        online = options.model if settings.teacher or settings.random_weights else ""
+        return Workload(lengths, str(cache), None, None, student, online, settings.teacher_device)
 
     def _teacher(self, lengths: int | str) -> tuple[TeacherOptions, Workers]:
-        """Who fills a cache that is made: the cache's own teacher, else one that is made up."""
+        """The teacher of a temporary cache: the one of `settings.cache` if named, else a synthetic one."""
         settings = self.settings
         if settings.random_weights:
             config, dims, pooling = model_config(settings.random_weights), None, None
@@ -164,19 +164,19 @@ class _Maker:
             TeacherOptions(
                 model=str(folder), backend=BACKEND, dims=dims, pooling=pooling, dtype=self.dtype, normalize=True
             ),
-            MadeUpAnswers(),
+            SyntheticOutputs(),
         )
 
     def _tokens(self, student: StudentShape, teacher: TeacherShape) -> TokenRequest | None:
-        """What the methods compare token by token, of all of them together."""
+        """The token data that the methods need together; None if none compares tokens."""
         base, needs, layers = self.settings.run_config(), [], set[int]()
         for method in self.settings.rows():
-            config = method.configured(base)
+            config = method.configure(base)
             preset = method.kind.presets.get(config.objective.preset or "", {})
             options = {**preset, **config.objective.options}
             try:
                 objective = construct(method.kind, f"objective {method.objective}", student, teacher, options=options)
-            except DistillError:  # its row will say why
+            except DistillError:  # the method's row reports the error
                 continue
             needs.append(objective.needs)
             layers |= {*attention_layers(objective)}
@@ -194,7 +194,7 @@ class _Maker:
 
 
 def _sizes(space: SpaceView) -> Any:
-    """A configuration of the sizes that a space tells of its teacher; usual ones where it knows its vectors alone."""
+    """A configuration with the sizes of a space's teacher; defaults where only the width is known."""
     from transformers import BertConfig, Qwen3Config
 
     known = teacher_shape(space)
@@ -203,11 +203,11 @@ def _sizes(space: SpaceView) -> Any:
     return kind(hidden_size=width, num_hidden_layers=known.layers or LAYERS, num_attention_heads=heads)
 
 
-def texts_of(tokenizer: Any, length: int, count: int) -> list[str]:
-    """Distinct texts of exactly `length` tokens, specials included, out of words that are one token each.
+def synthetic_texts(tokenizer: Any, length: int, count: int) -> list[str]:
+    """`count` distinct texts of exactly `length` tokens, special tokens included, from words of one token each.
 
     Raises:
-        ConfigError: this tokenizer's words make no such texts.
+        ConfigError: the tokenizer's words do not allow it.
     """
     random = np.random.default_rng(SEED)
     inside = length - tokenizer.num_special_tokens_to_add()
@@ -216,24 +216,24 @@ def texts_of(tokenizer: Any, length: int, count: int) -> list[str]:
     for _ in range(8):
         if not words or inside < 1 or len(found) >= count:
             break
-        drawn = [" ".join(random.choice(words, size=inside)) for _ in range(count)]
-        counts = [len(ids) for ids in tokenizer(drawn)["input_ids"]]
-        found |= dict.fromkeys(text for text, tokens in zip(drawn, counts, strict=True) if tokens == length)
+        texts = [" ".join(random.choice(words, size=inside)) for _ in range(count)]
+        found |= dict.fromkeys(
+            text for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True) if len(ids) == length
+        )
     if len(found) < count:
         raise ConfigError(
-            f"--lengths {length}: of the student's words only {len(found)} distinct texts of {length} tokens could be "
-            f"made, {count} are needed; name a longer length"
+            f"`lengths` {length}: only {len(found)} distinct texts of {length} tokens can be made of the student's "
+            f"words, {count} are needed; give a longer length"
         )
     return list(found)[:count]
 
 
 def _words(tokenizer: Any, random: np.random.Generator) -> Sequence[str]:
+    """Up to `WORDS` words of the vocabulary that are one token each, also after another word."""
     pieces = (piece.lstrip("Ġ▁") for piece in sorted(tokenizer.get_vocab()) if not piece.startswith("##"))
     plain = list(dict.fromkeys(piece for piece in pieces if piece.isascii() and piece.isalnum()))
     drawn = [str(word) for word in random.permutation(plain)[: 4 * WORDS]]
     if not drawn:
         return []
-    counts = [
-        len(ids) for ids in tokenizer([f"{word} {word}" for word in drawn], add_special_tokens=False)["input_ids"]
-    ]
-    return [word for word, tokens in zip(drawn, counts, strict=True) if tokens == 2][:WORDS]
+    twice = tokenizer([f"{word} {word}" for word in drawn], add_special_tokens=False)["input_ids"]
+    return [word for word, ids in zip(drawn, twice, strict=True) if len(ids) == 2][:WORDS]

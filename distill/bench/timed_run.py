@@ -1,8 +1,7 @@
-"""One method's turn: the run's own trainer, made anew, for a few steps that are timed in their parts.
+"""A run's real trainer for a few steps, each timed in parts.
 
-A step is an optimiser step, with all of its micro-batches. Sharpness that has an ascent at every k-th step alone makes
-dear and cheap steps in turns, whose median is the price of neither: what is told are means over a cycle of them, see
-`cycle_means`.
+A step is an optimizer step with all of its micro-batches. Sharpness with an ascent at every k-th step alternates
+expensive and cheap steps; `cycle_means` averages over k of them.
 """
 
 import gc
@@ -25,26 +24,25 @@ from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
 from teacher_cache.tokens.token_columns import ATTENTION
 
-# A step's parts: the wait for its batch; what an online teacher takes of it; what sharpness does before the pass that
-# gives the gradient, and that pass; clipping, the optimiser and the schedule.
+# Parts of a step: the wait for its batch; the online teacher; the first pass of sharpness; the forward and backward
+# pass of the gradient; clipping, optimizer and schedule.
 TEACHER, FIRST_PASS, FORWARD, BACKWARD = "teacher", "first_pass", "forward", "backward"
 PARTS = (DATA, TEACHER, FIRST_PASS, FORWARD, BACKWARD, OPTIMIZER)
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What a turn measured.
+class Measurement:
+    """Step times and memory of one timed run.
 
     Attributes:
-        steps: the timed ones.
-        peak: bytes, the most that was held while training ran.
-        loaded: bytes that were held before the first step. On a processor weights may come from their file only when
-            they are first used.
+        steps: the timed steps.
+        peak: bytes, highest memory while training ran.
+        loaded: bytes in use before the first step. On a CPU the pages of a weights file may become resident later.
         weights: bytes of the student's and the objective's parameters.
-        teacher: bytes of the parameters of a teacher that is asked, in its precision; None where none is, or one that
-            is no transformers model.
-        stored: bytes in the cache that a text's answers take, on average, of those that the steps read; None where a
-            teacher is asked for them.
+        teacher: bytes of the online teacher's parameters in its precision; None without one, or if it is not a
+            transformers model.
+        stored: bytes in the cache per text, averaged over the columns that the steps read; None with an online
+            teacher.
     """
 
     steps: tuple[StepTime, ...]
@@ -56,17 +54,17 @@ class Turn:
 
 
 class TimedTrainer(DistillTrainer):
-    """The trainer of a run, with marks along its steps."""
+    """A run's trainer with a timer for the parts of its steps."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.remove_callback(self.clock)
-        self.clock = TurnClock(self.args.device)
+        self.clock = TimedRunClock(self.args.device)
         self.add_callback(self.clock)
         self.timer = self.clock.timer
         collator: Any = self.data_collator
         if collator.online is not None:
-            collator.online = _Asked(collator.online, self.timer)
+            collator.online = _TimedTeacher(collator.online, self.timer)
         self._before_second_pass = False
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -85,7 +83,7 @@ class TimedTrainer(DistillTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        # The first pass of a sharpness-aware step may come through here too; the second is told by `in_second_pass`.
+        # The first pass of a sharpness-aware step may call this too.
         if self._before_second_pass and not self.in_second_pass:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._before_second_pass:
@@ -96,8 +94,8 @@ class TimedTrainer(DistillTrainer):
         return found
 
 
-class _Asked:
-    """An online teacher whose answers are a part of the step."""
+class _TimedTeacher:
+    """An online teacher whose time is a part of the step."""
 
     def __init__(self, teacher: OnlineTeacher, timer: StepTimer) -> None:
         self.teacher, self.timer = teacher, timer
@@ -108,15 +106,15 @@ class _Asked:
     def encode_with_internals(self, *arguments: Any, **options: Any) -> Any:
         return self._timed(self.teacher.encode_with_internals, *arguments, **options)
 
-    def _timed(self, ask: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _timed(self, encode: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.timer.mark(DATA)
-        answer = ask(*arguments, **options)
+        outputs = encode(*arguments, **options)
         self.timer.mark(TEACHER)
-        return answer
+        return outputs
 
 
-class TurnClock(StepClock):
-    """Times steps, and measures memory from the beginning of training on.
+class TimedRunClock(StepClock):
+    """Times steps and measures memory from the start of training.
 
     Attributes:
         loaded: bytes in use before the first step.
@@ -133,28 +131,30 @@ class TurnClock(StepClock):
         super().on_train_begin(args, state, control, **kwargs)
 
 
-def take_turn(config: RunConfig, warm_up: int) -> Turn:
-    """Make the run that `config` describes, train `training.max_steps` steps, and let go of it.
+def measure_run(config: RunConfig, warm_up: int) -> Measurement:
+    """Train the run of `config` for `training.max_steps` steps.
 
     Args:
         warm_up: steps at the start that are not timed.
 
     Raises:
         KnownError: as `distill.runs.run.run`.
-        torch.OutOfMemoryError: the GPU's memory, or its cap, does not hold it.
+        torch.OutOfMemoryError: the GPU's memory, or its cap, is too small.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _let_go(device)
+    gc.collect()  # a Trainer and its model refer to each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     before = memory_in_use(device)
     with TemporaryDirectory() as scratch, TeacherCache.open(config.cache) as cache:
         made = Assembly.load(replace(config, output_dir=scratch), cache)
         dataset, collator = made.dataset(), made.collator()
-        asked = collator.online
-        network, stored = (None, _stored(dataset)) if asked is None else (asked.network, None)
+        online = collator.online
+        network, stored = (None, _stored_bytes(dataset)) if online is None else (online.network, None)
         trainer = made.trainer(TimedTrainer, dataset, collator)
         trainer.train()
         highest = peak_memory(device)
-    return Turn(
+    return Measurement(
         steps=tuple(trainer.timer.steps[warm_up:]),
         peak=max(0, highest - before),
         loaded=max(0, trainer.clock.loaded - before),
@@ -168,23 +168,16 @@ def _bytes(network: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in network.parameters())
 
 
-def _stored(dataset: CachedDataset) -> float:
-    """Bytes a text of the columns that its records are read from, as they lie on disk."""
+def _stored_bytes(dataset: CachedDataset) -> float:
+    """Bytes per text on disk, of the columns that records are read from."""
     cache, space, _ = dataset.handles()
     names = [one.array_name for one in (space.spaces if isinstance(space, JointSpace) else [space])]
     if dataset.tokens is not None and space.tokens is not None:
         columns = space.tokens.columns.items()
         names += [column.name for array, column in columns if array != ATTENTION or dataset.tokens == "attention"]
-    return sum(_stored_in(cache, name) for name in names)
+    return sum(_bytes_per_row(cache, name) for name in names)
 
 
-def _stored_in(cache: TeacherCache, array: str) -> float:
+def _bytes_per_row(cache: TeacherCache, array: str) -> float:
     records = [record for _, record in cache.index.iter_shards(array)]
     return sum(record.size for record in records) / max(1, sum(int(record.present.sum()) for record in records))
-
-
-def _let_go(device: torch.device) -> None:
-    """What the turn before has left: a Trainer and its model hold each other."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
