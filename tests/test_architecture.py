@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from teacher_cache import build
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("teacher_cache", "distill", "cli")
 
@@ -228,3 +230,16 @@ def test_a_cached_look_up_loads_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.endswith("LOADED []\n")
+
+
+def test_reading_vectors_loads_neither_torch_nor_token_columns(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from teacher_cache import TeacherCache\n"
+        "with TeacherCache.open('cache') as cache:\n"
+        "    print(cache.space()['one text'].shape, len(cache.corpus()))\n"
+        "print('LOADED', sorted(name for name in sys.modules if name.startswith(('torch', 'teacher_cache.tokens.'))))\n"
+    )
+    build(["one text", "another"], "toy", tmp_path / "cache")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout == "(32,) 2\nLOADED []\n"

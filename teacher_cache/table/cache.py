@@ -37,10 +37,10 @@ from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
 from teacher_cache.storage.texts import TEXT_ARRAY, TextAppender, TextTable
 from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView, as_rows, as_texts, create_vectors
 from teacher_cache.text_key import KEY_RULE, text_keys
-from teacher_cache.tokens.token_columns import TokenRecord, create_array
 
 if TYPE_CHECKING:
     from teacher_cache.teachers import Teacher, TeacherOptions
+    from teacher_cache.tokens.token_columns import TokenRecord
 
 FORMAT_VERSION = 2
 SHARD_ROWS = 8192
@@ -407,7 +407,7 @@ class TeacherCache:
             file.write(record.to_json())
         return self._view(record)
 
-    def ensure_tokens(self, view: SpaceView, wanted: TokenRecord) -> SpaceView:
+    def ensure_tokens(self, view: SpaceView, wanted: "TokenRecord") -> SpaceView:
         """The space with token columns; the next `write` commits those that are new.
 
         Stored attention maps are kept if `wanted` has none.
@@ -415,6 +415,8 @@ class TeacherCache:
         Raises:
             CacheError: it has token columns of another shape or encoding, or attention maps of other layers.
         """
+        from teacher_cache.tokens.token_columns import create_array
+
         held = view.record.columns
         if held is not None:
             layers = (held.attention, wanted.attention)

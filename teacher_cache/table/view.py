@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,9 @@ from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, Index, quarantine_key
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.text_key import text_keys
-from teacher_cache.tokens.token_columns import TokenColumns, TokenRecord
+
+if TYPE_CHECKING:  # imported where a space has token columns, and only then
+    from teacher_cache.tokens.token_columns import TokenColumns, TokenRecord
 
 SPACES = "spaces"
 VECTORS = "vectors.zarr"
@@ -52,7 +54,7 @@ class SpaceRecord:
     tokens: int = 0
     seconds: float = 0.0
     array: str = VECTORS
-    columns: TokenRecord | None = None
+    columns: "TokenRecord | None" = None
 
     @property
     def name(self) -> str:
@@ -84,7 +86,11 @@ class SpaceRecord:
         array = record.get("array", VECTORS)
         if not _ARRAY.fullmatch(array):
             raise DamagedCache(f"space {space.slug} names its vectors {array!r}, which may lie outside of its folder")
-        columns = TokenRecord.from_json(record["columns"]) if record.get("columns") else None
+        columns = None
+        if record.get("columns"):
+            from teacher_cache.tokens.token_columns import TokenRecord
+
+            columns = TokenRecord.from_json(record["columns"])
         return cls(space, encoding_name(record["storage"]), record["tokens"], record["seconds"], array, columns)
 
 
@@ -126,14 +132,17 @@ class SpaceView:
         return self.space.dims
 
     @cached_property
-    def tokens(self) -> TokenColumns | None:
+    def tokens(self) -> "TokenColumns | None":
         """Token columns of the space; None if it has none.
 
         Raises:
             DamagedCache: the metadata of an array are missing.
         """
-        columns = self.record.columns
-        return None if columns is None else TokenColumns(self.folder, self.record.name, self.index, columns)
+        if self.record.columns is None:
+            return None
+        from teacher_cache.tokens.token_columns import TokenColumns
+
+        return TokenColumns(self.folder, self.record.name, self.index, self.record.columns)
 
     def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """`(n,)` bool, true for rows that have a vector."""
