@@ -1,4 +1,4 @@
-"""However rows are read - out of the map, by runs, chunk by chunk, warm or cold - they are the same rows."""
+"""Rows are the same however they are read: from the map, by runs, chunk by chunk, cached or not."""
 
 import gc
 import multiprocessing
@@ -25,7 +25,7 @@ from teacher_cache.table.cache import TeacherCache
 from tests.teacher_cache.small_caches import built, numbered, passing_folder, said
 
 WIDTH = 16
-SHARD = 256  # two pages: the smallest that plain shards of this width are mapped with
+SHARD = 256  # two pages: plain shards of this width with fewer rows are not mapped
 CHUNK = 32
 ROWS = 70 * SHARD + 40  # more shards than the map first has room for
 KINDS = {"plain": (False, False), "sealed": (False, True), "compressed": (True, True)}
@@ -82,7 +82,7 @@ ORDERS: dict[str, Callable[[np.random.Generator], npt.NDArray[np.int64]]] = {
 
 @pytest.mark.usefixtures("circumstances")
 @pytest.mark.parametrize("order", ORDERS)
-def test_rows_come_in_the_order_asked_for(stored: tuple[ShardedArray, npt.NDArray[np.float16]], order: str) -> None:
+def test_rows_come_in_the_given_order(stored: tuple[ShardedArray, npt.NDArray[np.float16]], order: str) -> None:
     array, values = stored
     rows = ORDERS[order](np.random.default_rng(1))
     out = np.full((len(rows), WIDTH), 7, dtype=np.float16)
@@ -110,15 +110,15 @@ def test_any_rows_are_those_that_were_written(
         np.empty((3, 2 * WIDTH), dtype=np.float16)[:, ::2],
     ],
 )
-def test_a_buffer_that_does_not_fit_is_refused(
+def test_a_buffer_of_another_shape_or_dtype_is_refused(
     stored: tuple[ShardedArray, npt.NDArray[np.float16]], out: npt.NDArray[np.generic]
 ) -> None:
     with pytest.raises(ValueError, match="expected a contiguous array"):
         stored[0].read(np.arange(3), out)
 
 
-def test_chunks_that_lie_in_another_order_are_read_as_zarr_reads_them(tmp_path: Path) -> None:
-    """Another writer may put the chunks of a shard where it likes."""
+def test_chunks_in_another_order_are_read_as_zarr_reads_them(tmp_path: Path) -> None:
+    """Another writer may store the chunks of a shard in any order."""
     array, values = make(tmp_path / "a", "plain", SHARD)
     path = array.shard_path(0)
     data = path.read_bytes()
@@ -136,14 +136,14 @@ def test_chunks_that_lie_in_another_order_are_read_as_zarr_reads_them(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_behind_the_stored_ones_is_damage_and_not_zeros(tmp_path: Path, kind: str) -> None:
+def test_a_row_after_the_stored_ones_is_damage_and_not_zeros(tmp_path: Path, kind: str) -> None:
     array, _ = make(tmp_path / "a", kind, SHARD + 10)
     with pytest.raises(DamagedCache, match="lacks"):
         array.read(np.array([SHARD + CHUNK, 3, 200, 7]))
 
 
 @pytest.mark.parametrize("kind", ["sealed", "compressed"])
-def test_a_shard_that_is_cut_short_while_it_is_open_is_damage(tmp_path: Path, kind: str) -> None:
+def test_a_shard_that_is_truncated_while_it_is_open_is_damage(tmp_path: Path, kind: str) -> None:
     array, _ = make(tmp_path / "a", kind, 2 * SHARD)
     array.read(np.arange(2 * SHARD))
     os.truncate(array.shard_path(1), 100)
@@ -151,7 +151,7 @@ def test_a_shard_that_is_cut_short_while_it_is_open_is_damage(tmp_path: Path, ki
         array.read(np.arange(2 * SHARD))
 
 
-def test_files_stay_open_up_to_a_number_and_are_closed_with_the_array(
+def test_at_most_open_shards_files_stay_open_and_are_closed_with_the_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "OPEN_SHARDS", 5)
@@ -173,13 +173,13 @@ def read_in_child(array: ShardedArray, rows: npt.NDArray[np.int64]) -> npt.NDArr
     return array.read(rows)
 
 
-def test_a_forked_process_reads_through_what_is_open_and_by_threads_of_its_own(
+def test_a_forked_process_reads_open_files_with_its_own_threads(
     stored: tuple[ShardedArray, npt.NDArray[np.float16]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     array, values = stored
     rows = np.random.default_rng(2).integers(0, ROWS, 200)
     monkeypatch.setattr(shard_files, "read_cached", lambda *read: False)
-    array.read(rows)  # threads that a fork does not inherit
+    array.read(rows)  # starts threads, which a fork does not inherit
     with multiprocessing.get_context("fork").Pool(1) as pool:
         np.testing.assert_array_equal(pool.apply_async(read_in_child, (array, rows)).get(60), values[rows])
 
@@ -203,10 +203,10 @@ def test_in_memory_says_no_instead_of_waiting_for_a_disk(tmp_path: Path) -> None
         os.close(file)
 
 
-# The column: what the index promises, and nothing else.
+# Columns: only rows that the index has
 
 
-def test_a_reader_sees_rows_as_soon_as_they_are_published_and_others_never(tmp_path: Path) -> None:
+def test_a_reader_sees_rows_once_they_are_published(tmp_path: Path) -> None:
     built(tmp_path, numbered(11))
     with TeacherCache.open(tmp_path / "cache") as cache:
         view = cache.space()
@@ -221,7 +221,7 @@ def test_a_reader_sees_rows_as_soon_as_they_are_published_and_others_never(tmp_p
         np.testing.assert_allclose(view.gather(np.arange(21)), said(numbered(21)), rtol=1e-3, atol=1e-6)
 
 
-def test_vectors_go_into_the_callers_array_or_tensor_in_its_precision(tmp_path: Path) -> None:
+def test_vectors_are_written_into_the_given_array_or_tensor_in_its_dtype(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     built(tmp_path, numbered(20))
     rows = np.array([3, 19, 0])
@@ -249,7 +249,7 @@ def test_a_read_of_many_shards_stays_under_the_limit_of_open_files(tmp_path: Pat
         np.testing.assert_array_equal(array.read(np.arange(0, 60 * SHARD, 50)), values[::50])
 
 
-def test_rows_that_no_table_has_are_absent_and_take_no_memory(tmp_path: Path) -> None:
+def test_rows_outside_the_table_are_absent_and_take_no_memory(tmp_path: Path) -> None:
     built(tmp_path, numbered(20))
     with TeacherCache.open(tmp_path / "cache") as cache:
         view = cache.space()
@@ -258,7 +258,7 @@ def test_rows_that_no_table_has_are_absent_and_take_no_memory(tmp_path: Path) ->
         assert len(view.column._ends) < 1000
 
 
-def test_threads_that_ask_a_growing_column_agree(tmp_path: Path) -> None:
+def test_threads_that_read_a_growing_column_agree(tmp_path: Path) -> None:
     built(tmp_path, numbered(8 * 300))
     rows = np.arange(8 * 300)
     with TeacherCache.open(tmp_path / "cache") as cache, ThreadPoolExecutor(4) as pool:
@@ -297,7 +297,7 @@ def test_a_process_forked_while_a_thread_reads_can_read(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_after_an_error_no_thread_writes_into_the_callers_buffers(
+def test_after_an_error_no_thread_writes_into_the_given_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "short").write_bytes(b"1")

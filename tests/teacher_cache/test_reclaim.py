@@ -1,11 +1,9 @@
-"""What no reader needs is removed, what is named is dropped, and nothing else is touched."""
+"""`gc` removes files that no reader needs and the named spaces and corpora, and nothing else."""
 
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from teacher_cache.storage.index import Change
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.transfer.convert import convert
+from tests.teacher_cache.damaged_caches import killed
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, unequal_rows
 from tests.teacher_cache.toy_variants import BadVectors
 
@@ -46,11 +45,11 @@ def freed(report: ReclaimReport) -> list[tuple[str, str, int]]:
 
 
 def files(path: Path) -> set[str]:
-    """What lies in a cache, but for LMDB's and the lock."""
+    """Files of a cache, without those of LMDB."""
     return {str(file.relative_to(path)) for file in path.rglob("*") if "index.lmdb/" not in str(file)}
 
 
-def assert_sound(path: Path) -> None:
+def assert_intact(path: Path) -> None:
     assert verify(path, deep=True).damage == []
     with TeacherCache.open(path) as cache:
         assert unequal_rows(cache.space({"dims": 32}), TEXTS) == []
@@ -59,12 +58,12 @@ def assert_sound(path: Path) -> None:
         assert cache.corpus("few").rows[:, 0].tolist() == list(range(9))
 
 
-def test_a_tidy_cache_loses_nothing(path: Path) -> None:
+def test_a_cache_without_orphans_loses_nothing(path: Path) -> None:
     before = files(path)
     report = reclaim(path)
     assert report.to_json() == {"bytes": 0, "freed": [], "kept": [], "dry_run": False}
     assert files(path) == before
-    assert_sound(path)
+    assert_intact(path)
 
 
 def half_a_shard(path: Path) -> str:
@@ -99,12 +98,12 @@ def converted(path: Path) -> str:
     return f"spaces/{name}/vectors-old.zarr"
 
 
-def old_list(path: Path) -> str:
+def old_manifest(path: Path) -> str:
     (path / "corpora/few/rows-0123456789abcdef.npy").write_bytes(b"12 bytes ...")
     return "corpora/few/rows-0123456789abcdef.npy"
 
 
-def list_of_a_killed_build(path: Path) -> str:
+def manifest_of_a_killed_build(path: Path) -> str:
     (path / "corpora/other").mkdir()
     (path / "corpora/other/rows.new").write_bytes(b"12 bytes ...")
     return "corpora/other"
@@ -118,36 +117,36 @@ def list_of_a_killed_build(path: Path) -> str:
         (damaged, "damaged"),
         (never_published, "unpublished space"),
         (converted, "old array"),
-        (old_list, "old row list"),
-        (list_of_a_killed_build, "old row list"),
+        (old_manifest, "old row list"),
+        (manifest_of_a_killed_build, "old row list"),
     ],
 )
-def test_what_nobody_needs_is_removed_and_counted(path: Path, leave: Callable[[Path], str], what: str) -> None:
+def test_orphans_are_removed_and_their_bytes_counted(path: Path, leave: Callable[[Path], str], what: str) -> None:
     before = files(path)
     where = leave(path)
     cluttered = files(path)
-    told = reclaim(path, dry_run=True)
-    assert freed(told) == [(what, where, 12)]
-    assert told.dry_run
+    planned = reclaim(path, dry_run=True)
+    assert freed(planned) == [(what, where, 12)]
+    assert planned.dry_run
     assert files(path) == cluttered
-    assert freed(reclaim(path)) == freed(told)
+    assert freed(reclaim(path)) == freed(planned)
     assert files(path) == before
-    assert_sound(path)
+    assert_intact(path)
 
 
-def test_the_array_that_a_conversion_has_put_in_place_stays(path: Path) -> None:
+def test_the_new_array_of_a_converted_space_stays(path: Path) -> None:
     name = slug(path, 32)
     description = path / "spaces" / name / "space.json"
     before = description.read_bytes()
     convert(path, "float32", name)
-    description.write_bytes(before)  # as a kill right after the commit leaves it
+    description.write_bytes(before)  # as after a kill right after the commit
     assert [(one.what, one.where) for one in reclaim(path).freed] == [("old array", f"spaces/{name}/vectors.zarr")]
     assert json.loads(description.read_bytes())["array"] == "vectors-float32.zarr"
-    assert_sound(path)
+    assert_intact(path)
     assert freed(reclaim(path)) == []
 
 
-def test_vectors_that_the_index_does_not_know_are_kept_and_named(path: Path) -> None:
+def test_vectors_that_the_index_does_not_know_are_kept_and_reported(path: Path) -> None:
     name = slug(path, 8)
     with TeacherCache.open(path, "a") as cache:
         cache.index.commit([Change("spaces", name.encode(), None)])
@@ -170,7 +169,7 @@ def test_a_dropped_space_is_gone_and_the_others_stay(path: Path, given: object) 
         wanted = name if given == 8 else cache.space(name).space.fingerprint
     held = sum(file.stat().st_size for file in (path / "spaces" / name).rglob("*") if file.is_file())
     assert freed(reclaim(path, spaces=[wanted], dry_run=True)) == [("space", f"spaces/{name}", held)]
-    assert_sound(path)
+    assert_intact(path)
     assert freed(reclaim(path, spaces=[wanted])) == [("space", f"spaces/{name}", held)]
     assert verify(path, deep=True).damage == []
     with TeacherCache.open(path) as cache:
@@ -180,7 +179,7 @@ def test_a_dropped_space_is_gone_and_the_others_stay(path: Path, given: object) 
     assert built(path.parent, TEXTS[:9], teacher=SMALL, name="few").encoded == 9
 
 
-def test_a_dropped_space_forgets_what_it_refused(tmp_path: Path) -> None:
+def test_a_dropped_space_loses_its_quarantined_rows(tmp_path: Path) -> None:
     teacher = BadVectors.options()
     name = built(tmp_path, ["nan 1", *TEXTS], teacher=teacher).space
     reclaim(tmp_path / "cache", spaces=[name])
@@ -197,54 +196,38 @@ def test_a_dropped_corpus_is_gone_and_its_texts_stay(path: Path) -> None:
         assert cache.texts(np.arange(20)) == TEXTS
     result = build(corpus_of(path.parent, TEXTS), TOY, path, name="corpus")
     assert (result.cached, result.encoded) == (20, 0)
-    assert_sound(path)
+    assert_intact(path)
 
 
-def test_what_is_not_there_is_named_before_anything_is_removed(path: Path) -> None:
+def test_an_unknown_space_or_corpus_is_an_error_before_anything_is_removed(path: Path) -> None:
     damaged(path)
     before = files(path)
     for wanted, error in (({"spaces": ["toy@none"]}, SpaceNotFound), ({"corpora": ["../spaces"]}, CorpusNotFound)):
         with pytest.raises(error):
             reclaim(path, **wanted)  # type: ignore[arg-type]
     with pytest.raises(SpaceNotFound):
-        reclaim(path, corpora=["few"], spaces=["toy"])  # two spaces have this name
+        reclaim(path, corpora=["few"], spaces=["toy"])  # two spaces match
     assert files(path) == before
-    assert_sound(path)
+    assert_intact(path)
 
 
-KILLED = """
-import os, shutil, signal, sys
-from teacher_cache.maintenance.gc import reclaim
-real, at, calls = getattr(os, sys.argv[3]), int(sys.argv[4]), 0
-def cut_off(*arguments, **more):
-    global calls
-    calls += 1
-    if calls == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments, **more)
-setattr(os, sys.argv[3], cut_off)
-reclaim(sys.argv[1], spaces=[sys.argv[2]])
-"""
-
-
-@pytest.mark.parametrize("moment", [("rename", 1), ("unlink", 1), ("unlink", 3), ("rmdir", 2)])
-def test_a_kill_in_the_middle_leaves_a_space_that_is_dropped(path: Path, moment: tuple[str, int]) -> None:
+@pytest.mark.parametrize("moment", [("os:rename", 1), ("os:unlink", 1), ("os:unlink", 3), ("os:rmdir", 2)])
+def test_after_a_kill_the_space_is_dropped(path: Path, moment: tuple[str, int]) -> None:
     name = slug(path, 8)
-    arguments = [str(path), name, moment[0], str(moment[1])]
-    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
-    assert done.returncode == -signal.SIGKILL
+    program = f"from teacher_cache.maintenance.gc import reclaim\nreclaim({str(path)!r}, spaces=[{name!r}])"
+    assert killed(*moment, program) == -signal.SIGKILL
     assert verify(path, deep=True).damage == []
     with TeacherCache.open(path) as cache:
         assert name not in cache.spaces()
-    reclaim(path, spaces=[name] if moment[0] == "rename" else [])
+    reclaim(path, spaces=[name] if moment[0] == "os:rename" else [])
     assert not list((path / "spaces").glob("*8*.writing"))
     assert os.listdir(path / "spaces") == [slug(path, 32)]
 
 
-# What lies outside
+# Links and other files
 
 
-def test_a_link_is_removed_and_what_it_leads_to_stays(path: Path, tmp_path: Path) -> None:
+def test_a_link_is_removed_and_its_target_stays(path: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("mine")
@@ -256,10 +239,10 @@ def test_a_link_is_removed_and_what_it_leads_to_stays(path: Path, tmp_path: Path
     assert len(report.freed) == 4
     assert report.bytes == 0
     assert (outside / "precious").read_text() == "mine"
-    assert_sound(path)
+    assert_intact(path)
 
 
-def test_what_lies_behind_a_link_is_left_to_its_owner(path: Path, tmp_path: Path) -> None:
+def test_files_in_a_linked_folder_stay(path: Path, tmp_path: Path) -> None:
     shutil.move(path / "spaces", tmp_path / "elsewhere")
     (path / "spaces").symlink_to(tmp_path / "elsewhere")
     name = slug(path, 8)
@@ -272,7 +255,7 @@ def test_what_lies_behind_a_link_is_left_to_its_owner(path: Path, tmp_path: Path
         assert name not in cache.spaces()
 
 
-def test_files_of_someone_s_own_stay(path: Path) -> None:
+def test_other_files_stay(path: Path) -> None:
     (path / "notes.txt").write_text("mine")
     (path / "corpora/mine").mkdir()
     (path / "corpora/mine/notes.txt").write_text("mine")
@@ -282,21 +265,21 @@ def test_files_of_someone_s_own_stay(path: Path) -> None:
     assert files(path) == before
 
 
-def test_what_a_repair_has_set_aside_is_removed(path: Path) -> None:
+def test_files_that_a_repair_moved_are_removed(path: Path) -> None:
     (found,) = path.glob(f"spaces/{slug(path, 32)}/vectors.zarr/c/1/0")
     found.write_bytes(found.read_bytes()[:-20])
     repair(path)
     assert [one.what for one in reclaim(path).freed] == ["damaged"]
     build(corpus_of(path.parent, TEXTS), TOY, path, name="corpus")
-    assert_sound(path)
+    assert_intact(path)
 
 
-def test_nothing_is_removed_beside_a_writer(path: Path) -> None:
+def test_gc_is_refused_beside_a_writer(path: Path) -> None:
     with TeacherCache.open(path, "a"), pytest.raises(CacheLocked):
         reclaim(path)
 
 
-def test_a_folder_that_is_no_cache_is_not_made_one(tmp_path: Path) -> None:
+def test_gc_does_not_create_a_cache(tmp_path: Path) -> None:
     with pytest.raises(CacheNotFound):
         reclaim(tmp_path / "none")
     assert not (tmp_path / "none").exists()

@@ -1,11 +1,8 @@
-"""A lost index is made again from the shards; what does not prove itself is left out and named."""
+"""A lost index is rebuilt from the shards; what cannot be confirmed is left out and reported."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +23,7 @@ from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.transfer.convert import convert
+from tests.teacher_cache.damaged_caches import edit_manifest, flip, killed, lose_index, vector_shard
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, passing_folder
 from tests.teacher_cache.toy_variants import BadVectors
 
@@ -34,7 +32,7 @@ PAIRS = list(zip(TEXTS[:5], TEXTS[10:15], strict=True))
 
 
 def contents(path: Path) -> dict[str, object]:
-    """What the index knows, and the vectors it leads to."""
+    """Texts, rows, corpora and vectors that a reader sees."""
     with TeacherCache.open(path) as cache:
         rows = np.arange(cache.rows)
         found: dict[str, object] = {"texts": cache.texts(rows), "rows": cache.lookup(cache.texts(rows)).tolist()}
@@ -44,10 +42,6 @@ def contents(path: Path) -> dict[str, object]:
             present = rows[view.present(rows)]
             found[slug] = (view.space, view.record.storage, present.tolist(), view.gather(present).tolist())
         return found
-
-
-def lose_index(path: Path) -> None:
-    shutil.rmtree(path / "index.lmdb")
 
 
 def lose_data(path: Path) -> None:
@@ -66,7 +60,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("loss", [lose_index, lose_data, spoil])
 @pytest.mark.parametrize("storage", sorted(ENCODINGS))
-def test_a_lost_index_is_made_again_as_it_was(tmp_path: Path, storage: str, loss: Callable[[Path], None]) -> None:
+def test_a_lost_index_is_rebuilt_as_it_was(tmp_path: Path, storage: str, loss: Callable[[Path], None]) -> None:
     built(tmp_path, TEXTS[:15], storage=storage)
     built(tmp_path, [*TEXTS, TEXTS[0]], name="more", teacher=TeacherOptions(model="toy", dims=8))
     built(tmp_path, PAIRS, name="pairs", storage=storage)
@@ -90,7 +84,7 @@ def test_a_lost_index_is_made_again_as_it_was(tmp_path: Path, storage: str, loss
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 13), min_size=1, max_size=4), st.booleans())
-def test_whatever_was_built_in_whatever_steps_is_found_again(steps: list[int], many: bool) -> None:
+def test_caches_built_in_any_steps_are_found_again(steps: list[int], many: bool) -> None:
     with passing_folder() as folder:
         at_a_time, reindex_module.SHARDS_AT_A_TIME = reindex_module.SHARDS_AT_A_TIME, 2 if many else 16
         try:
@@ -105,7 +99,7 @@ def test_whatever_was_built_in_whatever_steps_is_found_again(steps: list[int], m
             reindex_module.SHARDS_AT_A_TIME = at_a_time
 
 
-def test_an_index_that_was_there_is_set_aside(path: Path) -> None:
+def test_the_old_index_is_moved_to_damaged(path: Path) -> None:
     old = (path / "index.lmdb/data.mdb").read_bytes()
     assert reindex(path).old == "damaged/index.lmdb"
     assert (path / "damaged/index.lmdb/data.mdb").read_bytes() == old
@@ -128,7 +122,7 @@ def test_an_empty_cache_has_an_empty_index(tmp_path: Path) -> None:
     assert verify(tmp_path, deep=True).ok
 
 
-def test_refused_vectors_are_asked_for_again(tmp_path: Path) -> None:
+def test_quarantined_rows_are_encoded_again(tmp_path: Path) -> None:
     teacher = BadVectors.options()
     built(tmp_path, ["nan 1", *TEXTS], teacher=teacher)
     path = tmp_path / "cache"
@@ -142,7 +136,7 @@ def where(report: ReindexReport) -> list[str]:
     return [left.where for left in report.left_out]
 
 
-def test_a_converted_space_is_found_in_its_newest_format(path: Path) -> None:
+def test_a_converted_space_is_found_in_its_new_encoding(path: Path) -> None:
     convert(path, "float16-raw")
     before = contents(path)
     lose_index(path)
@@ -151,26 +145,15 @@ def test_a_converted_space_is_found_in_its_newest_format(path: Path) -> None:
     assert verify(path, deep=True).ok
 
 
-# What does not prove itself
-
-
-def flip(file: Path, place: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[place] ^= 0x20
-    file.write_bytes(data)
-
-
-def shard(path: Path, number: int) -> Path:
-    (found,) = path.glob(f"spaces/*/vectors.zarr/c/{number}/0")
-    return found
+# What cannot be confirmed
 
 
 def test_a_vector_shard_that_does_not_decode_is_left_out_and_filled_by_a_build(tmp_path: Path, path: Path) -> None:
     before = contents(path)
-    flip(shard(path, 1), 40)
+    flip(vector_shard(path, 1), 40)
     lose_index(path)
     report = reindex(path)
-    assert where(report) == [str(shard(path, 1).relative_to(path))]
+    assert where(report) == [str(vector_shard(path, 1).relative_to(path))]
     assert "does not decode" in report.left_out[0].why
     assert verify(path, deep=True).ok
     assert build(corpus_of(tmp_path, TEXTS), TOY, path, name="corpus").encoded == 8
@@ -179,7 +162,7 @@ def test_a_vector_shard_that_does_not_decode_is_left_out_and_filled_by_a_build(t
 
 
 @pytest.mark.parametrize("storage", sorted(ENCODINGS))
-def test_rows_that_are_no_vectors_of_the_space_are_left_out(tmp_path: Path, storage: str) -> None:
+def test_rows_that_are_not_vectors_of_the_space_are_left_out(tmp_path: Path, storage: str) -> None:
     built(tmp_path, TEXTS, storage=storage)
     path = tmp_path / "cache"
     with TeacherCache.open(path) as cache:
@@ -195,7 +178,7 @@ def test_rows_that_are_no_vectors_of_the_space_are_left_out(tmp_path: Path, stor
     assert verify(path, deep=True).ok
 
 
-def test_a_space_without_its_description_is_left_out(path: Path) -> None:
+def test_a_space_without_space_json_is_left_out(path: Path) -> None:
     (description,) = path.glob("spaces/*/space.json")
     description.write_text("{}")
     lose_index(path)
@@ -204,39 +187,26 @@ def test_a_space_without_its_description_is_left_out(path: Path) -> None:
     assert report.spaces == {}
 
 
-def test_a_space_that_never_held_a_vector_is_not_mentioned(path: Path) -> None:
+def test_a_space_that_never_held_a_vector_is_not_reported(path: Path) -> None:
     (path / "spaces/never@12345678").mkdir()
     lose_index(path)
     assert reindex(path).ok
 
 
-def change_list(file: Path) -> None:
-    rows = np.load(file)
-    rows[3] = 4
-    np.save(file, rows)
-
-
-def point_outside(file: Path) -> None:
-    rows = np.load(file)
-    rows[3] = 20
-    np.save(file, rows)
-
-
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (change_list, "leads to other texts"),
-        (point_outside, "names rows outside the table of 20"),
-        (lambda file: file.write_bytes(b"garbage"), "cannot be read"),
-        (lambda file: file.with_name("corpus.json").unlink(), "No such file"),
-        (lambda file: file.with_name("corpus.json").write_text("{}"), "do not match"),
+        (lambda folder: edit_manifest(folder.parents[1], {3: 4}), "leads to other texts"),
+        (lambda folder: edit_manifest(folder.parents[1], {3: 20}), "names rows outside the table of 20"),
+        (lambda folder: next(folder.glob("rows-*")).write_bytes(b"garbage"), "cannot be read"),
+        (lambda folder: (folder / "corpus.json").unlink(), "No such file"),
+        (lambda folder: (folder / "corpus.json").write_text("{}"), "do not match"),
     ],
 )
-def test_a_row_list_that_does_not_have_its_fingerprint_is_left_out(
+def test_a_manifest_with_another_fingerprint_is_left_out(
     path: Path, damage: Callable[[Path], object], why: str
 ) -> None:
-    (file,) = path.glob("corpora/corpus/rows-*.npy")
-    damage(file)
+    damage(path / "corpora/corpus")
     lose_index(path)
     report = reindex(path)
     assert where(report) == ["corpora/corpus"]
@@ -245,7 +215,7 @@ def test_a_row_list_that_does_not_have_its_fingerprint_is_left_out(
     assert verify(path, deep=True).ok
 
 
-def test_a_corpus_s_record_lies_beside_its_row_list(path: Path) -> None:
+def test_corpus_json_is_the_record_of_the_corpus(path: Path) -> None:
     with TeacherCache.open(path) as cache:
         record = cache.corpora()["corpus"]
     assert json.loads((path / "corpora/corpus/corpus.json").read_bytes()) == json.loads(record.to_json())
@@ -253,31 +223,24 @@ def test_a_corpus_s_record_lies_beside_its_row_list(path: Path) -> None:
 
 # Texts
 
-UNCOMMITTED = """
-import os, signal, sys
-from pathlib import Path
-from teacher_cache.storage.index import Index
-def commit(self, changes, **more):
-    os.kill(os.getpid(), signal.SIGKILL)
-Index.commit = commit
-from tests.teacher_cache.small_caches import built, numbered
-built(Path(sys.argv[1]), numbered(int(sys.argv[2])))
-"""
-
 
 @pytest.mark.parametrize("count", [21, 24, 27])
-def test_texts_whose_commit_was_cut_off_are_texts_like_others(tmp_path: Path, path: Path, count: int) -> None:
-    done = subprocess.run([sys.executable, "-c", UNCOMMITTED, str(tmp_path), str(count)], cwd=os.getcwd(), check=False)
-    assert done.returncode == -signal.SIGKILL
+def test_texts_whose_commit_was_killed_are_indexed_too(tmp_path: Path, path: Path, count: int) -> None:
+    program = (
+        "from pathlib import Path\n"
+        "from tests.teacher_cache.small_caches import built, numbered\n"
+        f"built(Path({str(tmp_path)!r}), numbered({count}))"
+    )
+    assert killed("teacher_cache.storage.index:Index.commit", 1, program) == -signal.SIGKILL
     lose_index(path)
-    assert reindex(path).rows in (min(count, 24), count)  # the shards of one commit were on disk, with their keys
+    assert reindex(path).rows in (min(count, 24), count)  # whole shards were written with their keys before the commit
     assert verify(path, deep=True).damage == []
     result = build(corpus_of(tmp_path, numbered(count)), TOY, path, name="corpus")
     assert (result.distinct, result.encoded) == (count, count - 20)
     assert verify(path, deep=True).damage == []
 
 
-def test_texts_without_their_keys_are_kept_and_repair_makes_the_keys(path: Path) -> None:
+def test_texts_without_keys_are_indexed_and_repair_rewrites_the_keys(path: Path) -> None:
     before = contents(path)
     for number in (1, 2):
         (path / KEY_ARRAY / f"c/{number}/0").unlink()
@@ -304,7 +267,7 @@ def other_text(file: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("damage", [lose_text, flip_text, other_text])
-def test_damaged_texts_are_left_out_and_repair_restores_them_by_their_keys(
+def test_damaged_texts_are_left_out_and_repair_restores_them(
     path: Path, damage: Callable[[Path], None], number: int
 ) -> None:
     before = contents(path)
@@ -314,13 +277,13 @@ def test_damaged_texts_are_left_out_and_repair_restores_them_by_their_keys(
     assert where(report) == [f"texts/text/c/{number}"]
     assert report.rows == 20
     assert list(report.spaces.values()) == [20]
-    assert report.corpora == ["corpus"]  # its sources bring the texts back
+    assert report.corpora == ["corpus"]  # `repair` reads the texts from its sources
     assert repair(path).ok
     assert contents(path) == before
     assert verify(path, deep=True).ok
 
 
-def test_a_gap_of_texts_and_keys_keeps_the_rows_behind_it(path: Path) -> None:
+def test_rows_after_a_gap_of_texts_and_keys_are_indexed(path: Path) -> None:
     (path / TEXT_ARRAY / "c/1").unlink()
     (path / KEY_ARRAY / "c/1/0").unlink()
     lose_index(path)
@@ -332,35 +295,20 @@ def test_a_gap_of_texts_and_keys_keeps_the_rows_behind_it(path: Path) -> None:
         assert cache.space().present(np.arange(20)).all()
 
 
-# Kills and other writers
+# Kills and other processes
 
-KILLED = """
-import os, signal, sys
-from teacher_cache.maintenance import rebuild as module
-from teacher_cache.storage.index import Index
-name, at, calls = sys.argv[2], int(sys.argv[3]), 0
-owner = {"commit": Index, "rename": os, "sync_folder": module}[name]
-real = getattr(owner, name)
-def cut_off(*arguments, **more):
-    global calls
-    calls += 1
-    if calls == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments, **more)
-setattr(owner, name, cut_off)
-module.reindex(sys.argv[1])
-"""
+COMMIT, RENAME = "teacher_cache.storage.index:Index.commit", "os:rename"
+SYNC_FOLDER = "teacher_cache.maintenance.rebuild:sync_folder"
 
 
 @pytest.mark.parametrize("lost", [True, False])
-@pytest.mark.parametrize("moment", [("commit", 1), ("commit", 3), ("rename", 1), ("rename", 2), ("sync_folder", 2)])
-def test_a_kill_leaves_what_was_there_or_the_new_index(path: Path, moment: tuple[str, int], lost: bool) -> None:
+@pytest.mark.parametrize("moment", [(COMMIT, 1), (COMMIT, 3), (RENAME, 1), (RENAME, 2), (SYNC_FOLDER, 2)])
+def test_a_kill_leaves_the_old_or_the_new_index(path: Path, moment: tuple[str, int], lost: bool) -> None:
     before = contents(path)
     if lost:
         lose_index(path)
-    name, at = moment
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path), name, str(at)], check=False)
-    assert done.returncode == (0 if lost and moment == ("rename", 2) else -signal.SIGKILL)
+    code = killed(*moment, f"from teacher_cache.maintenance.rebuild import reindex\nreindex({str(path)!r})")
+    assert code == (0 if lost and moment == (RENAME, 2) else -signal.SIGKILL)
     if Index.exists(path / "index.lmdb"):
         assert contents(path) == before
     else:
@@ -370,13 +318,13 @@ def test_a_kill_leaves_what_was_there_or_the_new_index(path: Path, moment: tuple
     assert verify(path, deep=True).ok
 
 
-def test_nothing_is_reindexed_beside_a_writer(path: Path) -> None:
+def test_reindex_is_refused_beside_a_writer(path: Path) -> None:
     with TeacherCache.open(path, "a"), pytest.raises(CacheLocked):
         reindex(path)
     assert verify(path, deep=True).ok
 
 
-def test_what_is_no_cache_is_not_indexed(tmp_path: Path) -> None:
+def test_reindex_is_refused_without_a_cache_of_this_version(tmp_path: Path) -> None:
     with pytest.raises(CacheNotFound):
         reindex(tmp_path)
     (tmp_path / "cache.json").write_text('{"format": 99}')
@@ -385,7 +333,7 @@ def test_what_is_no_cache_is_not_indexed(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["cache.json"]
 
 
-def test_a_corpus_of_ours_is_found_by_its_name_alone(path: Path) -> None:
+def test_a_corpus_whose_folder_was_renamed_is_left_out(path: Path) -> None:
     (path / "corpora/corpus").rename(path / "corpora/renamed")
     lose_index(path)
     report = reindex(path)
@@ -393,13 +341,13 @@ def test_a_corpus_of_ours_is_found_by_its_name_alone(path: Path) -> None:
     assert "it describes corpus" in report.left_out[0].why
 
 
-def test_progress_is_told(path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    reindex(path, report=lambda done, total: told.append((done, total)))
-    assert told[-1] == (6, 6)
+def test_progress_is_reported(path: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    reindex(path, report=lambda done, total: steps.append((done, total)))
+    assert steps[-1] == (6, 6)
 
 
-def test_text_shards_of_a_killed_build_are_not_taken_for_those_of_the_next(tmp_path: Path) -> None:
+def test_text_shards_of_a_killed_build_do_not_mix_with_those_of_the_next(tmp_path: Path) -> None:
     path = tmp_path / "cache"
 
     def killed() -> None:
@@ -410,15 +358,15 @@ def test_text_shards_of_a_killed_build_are_not_taken_for_those_of_the_next(tmp_p
     with pytest.raises(KeyboardInterrupt):
         killed()
     built(tmp_path, numbered(12, start=30))
-    shutil.rmtree(path / "index.lmdb")
+    lose_index(path)
     assert reindex(path).rows == 12
     assert verify(path, deep=True).ok
 
 
-def test_an_index_and_a_cache_json_that_are_both_lost_are_both_made_again(tmp_path: Path) -> None:
+def test_a_lost_index_and_a_lost_cache_json_are_both_restored(tmp_path: Path) -> None:
     built(tmp_path, numbered(20))
     path = tmp_path / "cache"
-    shutil.rmtree(path / "index.lmdb")
+    lose_index(path)
     (path / "cache.json").unlink()
     assert reindex(path).rows == 20
     assert verify(path, deep=True).ok

@@ -1,9 +1,10 @@
-"""What a deep check finds is mended where it can be proven, and named where it cannot."""
+"""Repairs fix what can be confirmed, and report the rest."""
 
 import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,14 @@ from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.text_key import text_key
+from tests.teacher_cache.damaged_caches import commit_shard, edit_manifest, flip, lose_index, vector_shard
 from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said
 
 TEXTS = numbered(20)
 
 
-class Sound:
-    """A sound cache of 20 texts in shards of 8, to be damaged, and what it holds."""
+class Intact:
+    """An intact cache of 20 texts in shards of 8, to be damaged, and its contents."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,8 +39,7 @@ class Sound:
             self.vectors = cache.space().gather(np.arange(20))
 
     def shard(self, number: int) -> Path:
-        (found,) = self.path.glob(f"spaces/*/vectors.zarr/c/{number}/0")
-        return found
+        return vector_shard(self.path, number)
 
     def text(self, number: int) -> Path:
         return self.path / TEXT_ARRAY / "c" / str(number)
@@ -60,7 +61,7 @@ class Sound:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a sound cache in a number format; made once."""
+    """The folder of an intact cache in an encoding; built once."""
     made: dict[str, Path] = {}
 
     def original(storage: str) -> Path:
@@ -73,20 +74,14 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.fixture(params=["float16"])
-def sound(tmp_path: Path, originals: Callable[[str], Path], request: pytest.FixtureRequest) -> Sound:
+def intact(tmp_path: Path, originals: Callable[[str], Path], request: pytest.FixtureRequest) -> Intact:
     original = originals(request.param)
     shutil.copytree(original / "cache", tmp_path / "cache")
     shutil.copyfile(original / "corpus-0.jsonl", tmp_path / "corpus-0.jsonl")
-    return Sound(tmp_path)
+    return Intact(tmp_path)
 
 
-in_every_format = pytest.mark.parametrize("sound", sorted(ENCODINGS), indirect=True)
-
-
-def flip(file: Path, place: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[place] ^= 0x20
-    file.write_bytes(data)
+in_every_format = pytest.mark.parametrize("intact", sorted(ENCODINGS), indirect=True)
 
 
 def actions(report: RepairReport) -> list[tuple[str, int]]:
@@ -96,29 +91,29 @@ def actions(report: RepairReport) -> list[tuple[str, int]]:
 # Vectors
 
 
-def flipped_byte(sound: Sound) -> None:
-    flip(sound.shard(1), 40)
+def flipped_byte(intact: Intact) -> None:
+    flip(intact.shard(1), 40)
 
 
-def truncated(sound: Sound) -> None:
-    os.truncate(sound.shard(1), sound.shard(1).stat().st_size - 30)
+def truncated(intact: Intact) -> None:
+    os.truncate(intact.shard(1), intact.shard(1).stat().st_size - 30)
 
 
-def deleted(sound: Sound) -> None:
-    sound.shard(1).unlink()
+def deleted(intact: Intact) -> None:
+    intact.shard(1).unlink()
 
 
-def swapped(sound: Sound) -> None:
-    one, other = sound.shard(0), sound.shard(1)
+def swapped(intact: Intact) -> None:
+    one, other = intact.shard(0), intact.shard(1)
     one.rename(other.with_name("aside"))
     other.rename(one)
     other.with_name("aside").rename(other)
 
 
-def injected_nan(sound: Sound) -> None:
-    with TeacherCache.open(sound.path) as cache:
+def injected_nan(intact: Intact) -> None:
+    with TeacherCache.open(intact.path) as cache:
         view = cache.space()
-        values = sound.vectors[8:16].copy()
+        values = intact.vectors[8:16].copy()
         values[3, 5] = np.nan
         view.vectors.write_shard(1, view.encoding.store(values), np.ones(8, dtype=bool))
 
@@ -128,54 +123,54 @@ def injected_nan(sound: Sound) -> None:
     ("damage", "shards"),
     [(flipped_byte, [1]), (truncated, [1]), (deleted, [1]), (swapped, [0, 1]), (injected_nan, [1])],
 )
-def test_a_damaged_shard_is_set_aside_and_its_rows_alone_are_encoded_again(
-    sound: Sound, damage: Callable[[Sound], None], shards: list[int]
+def test_a_damaged_shard_is_moved_and_only_its_rows_are_encoded_again(
+    intact: Intact, damage: Callable[[Intact], None], shards: list[int]
 ) -> None:
-    places = [sound.shard(shard).relative_to(sound.path) for shard in shards]
-    damage(sound)
-    damaged = {place: (sound.path / place).read_bytes() for place in places if (sound.path / place).exists()}
-    report = repair(sound.path)
+    places = [intact.shard(shard).relative_to(intact.path) for shard in shards]
+    damage(intact)
+    damaged = {place: (intact.path / place).read_bytes() for place in places if (intact.path / place).exists()}
+    report = repair(intact.path)
     assert report.ok
     assert [action.rows for action in report.repaired] == [8] * len(shards)
     assert report.missing == 8 * len(shards)
-    assert {place: (sound.path / "damaged" / place).read_bytes() for place in damaged} == damaged
-    assert verify(sound.path, deep=True).ok  # what is left is proven
-    with TeacherCache.open(sound.path) as cache:
+    assert {place: (intact.path / "damaged" / place).read_bytes() for place in damaged} == damaged
+    assert verify(intact.path, deep=True).ok  # the digests of the remaining shards are right
+    with TeacherCache.open(intact.path) as cache:
         gone = ~cache.space().present(np.arange(20))
         assert sorted(set(np.flatnonzero(gone) // 8)) == shards
-    result = sound.build()
+    result = intact.build()
     assert (result.cached, result.encoded) == (20 - report.missing, report.missing)
-    sound.assert_as_before()
+    intact.assert_as_before()
 
 
-def test_what_is_set_aside_twice_is_kept_twice(sound: Sound) -> None:
+def test_a_shard_that_is_damaged_twice_is_kept_twice(intact: Intact) -> None:
     for _ in range(2):
-        flipped_byte(sound)
-        assert repair(sound.path).ok
-        sound.build()
-    kept = sorted(file.name for file in (sound.path / "damaged").rglob("*") if file.is_file())
+        flipped_byte(intact)
+        assert repair(intact.path).ok
+        intact.build()
+    kept = sorted(file.name for file in (intact.path / "damaged").rglob("*") if file.is_file())
     assert kept == ["0", "0.1"]
-    sound.assert_as_before()
+    intact.assert_as_before()
 
 
 @in_every_format
-def test_a_vector_too_many_is_forgotten(sound: Sound) -> None:
-    with TeacherCache.open(sound.path, "a") as cache:
+def test_a_shard_with_a_vector_past_the_table_is_dropped(intact: Intact) -> None:
+    with TeacherCache.open(intact.path, "a") as cache:
         view = cache.space()
         view.write(2, np.arange(20, 22), said(["no", "row"]))
-    assert [damage.kind for damage in verify(sound.path).damage] == ["count"]
-    report = repair(sound.path)
+    assert [damage.kind for damage in verify(intact.path).damage] == ["count"]
+    report = repair(intact.path)
     assert (actions(report), report.missing) == ([("count", 6)], 6)
-    assert sound.build().encoded == 4
-    sound.assert_as_before()
+    assert intact.build().encoded == 4
+    intact.assert_as_before()
 
 
 @in_every_format
-def test_a_sound_cache_is_left_as_it_is(sound: Sound) -> None:
-    before = {file: file.read_bytes() for file in sound.path.rglob("*") if file.is_file() and "lmdb" not in str(file)}
-    report = repair(sound.path)
+def test_an_intact_cache_is_not_changed(intact: Intact) -> None:
+    before = {file: file.read_bytes() for file in intact.path.rglob("*") if file.is_file() and "lmdb" not in str(file)}
+    report = repair(intact.path)
     assert report.to_json() == {"ok": True, "repaired": [], "unrepaired": [], "missing": 0}
-    after = {file: file.read_bytes() for file in sound.path.rglob("*") if file.is_file() and "lmdb" not in str(file)}
+    after = {file: file.read_bytes() for file in intact.path.rglob("*") if file.is_file() and "lmdb" not in str(file)}
     assert after == before
 
 
@@ -193,166 +188,155 @@ def test_only_the_damaged_space_loses_rows(tmp_path: Path) -> None:
 # Keys
 
 
-def other_keys(sound: Sound) -> None:
-    shutil.copyfile(sound.keys(0), sound.keys(1))
+def other_keys(intact: Intact) -> None:
+    shutil.copyfile(intact.keys(0), intact.keys(1))
 
 
-def flipped_key(sound: Sound) -> None:
-    flip(sound.keys(1), 20)
+def flipped_key(intact: Intact) -> None:
+    flip(intact.keys(1), 20)
 
 
-def deleted_keys(sound: Sound) -> None:
-    sound.keys(1).unlink()
+def deleted_keys(intact: Intact) -> None:
+    intact.keys(1).unlink()
 
 
-def lost_record_of_keys(sound: Sound) -> None:
-    with TeacherCache.open(sound.path, "a") as cache:
+def lost_record_of_keys(intact: Intact) -> None:
+    with TeacherCache.open(intact.path, "a") as cache:
         cache.index.commit([Change("shards", shard_key(KEY_ARRAY, 1), None)])
 
 
-def keys_that_the_index_vouches_for(sound: Sound) -> None:
-    with TeacherCache.open(sound.path, "a") as cache:
+def other_keys_with_a_matching_digest(intact: Intact) -> None:
+    with TeacherCache.open(intact.path, "a") as cache:
         column = cache.texts_table.keys
         keys = cache.texts_table.read_keys(np.arange(8, 16)).copy()
         keys[2] ^= 1
-        record = column.record(1)
-        assert record is not None
-        receipt = column.array.write_shard(1, keys, record.present)
-        changed = type(record)(receipt.digest, 0.0, receipt.size, record.present)
-        cache.index.commit([Change("shards", shard_key(KEY_ARRAY, 1), changed.pack())])
+        commit_shard(column, 1, keys, np.ones(8, dtype=bool))
 
 
 @pytest.mark.parametrize(
-    "damage", [other_keys, flipped_key, deleted_keys, lost_record_of_keys, keys_that_the_index_vouches_for]
+    "damage", [other_keys, flipped_key, deleted_keys, lost_record_of_keys, other_keys_with_a_matching_digest]
 )
-def test_keys_are_made_again_from_the_texts(sound: Sound, damage: Callable[[Sound], None]) -> None:
-    damage(sound)
-    sound.corpus.unlink()
-    assert not verify(sound.path, deep=True).ok
-    report = repair(sound.path)
+def test_keys_are_rewritten_from_the_texts(intact: Intact, damage: Callable[[Intact], None]) -> None:
+    damage(intact)
+    intact.corpus.unlink()
+    assert not verify(intact.path, deep=True).ok
+    report = repair(intact.path)
     assert report.ok
     assert report.missing == 0
     assert {action.action for action in report.repaired} <= {
         "rewritten: texts/keys/c/1/0, every text confirmed by its key",
         "rewritten: texts/text/c/1 and texts/keys/c/1/0, every text confirmed by its key",
     }
-    sound.assert_as_before()
+    intact.assert_as_before()
 
 
 # Texts
 
 
-def flipped_text(sound: Sound) -> None:
-    flip(sound.text(1), 20)
+def flipped_text(intact: Intact) -> None:
+    flip(intact.text(1), 20)
 
 
-def deleted_text(sound: Sound) -> None:
-    sound.text(1).unlink()
+def deleted_text(intact: Intact) -> None:
+    intact.text(1).unlink()
 
 
-def other_texts(sound: Sound) -> None:
-    shutil.copyfile(sound.text(0), sound.text(1))
+def other_texts(intact: Intact) -> None:
+    shutil.copyfile(intact.text(0), intact.text(1))
 
 
-def both_gone(sound: Sound) -> None:
-    sound.text(1).unlink()
-    sound.keys(1).unlink()
+def both_gone(intact: Intact) -> None:
+    intact.text(1).unlink()
+    intact.keys(1).unlink()
 
 
 LOST = [flipped_text, deleted_text, other_texts, both_gone]
 
 
-@pytest.mark.parametrize("damage", LOST)
-def test_lost_texts_are_read_again_from_where_the_corpus_came_from(
-    sound: Sound, damage: Callable[[Sound], None]
-) -> None:
-    with TeacherCache.open(sound.path, "a") as cache:  # the copy of the cache was built beside another copy
+def set_source(intact: Intact, file: Path) -> None:
+    """Change the file that the corpus came from in its record: the copy still names that of the original."""
+    with TeacherCache.open(intact.path, "a") as cache:
         record = cache.corpora()["corpus"]
-        sources = (type(record.sources[0])(str(sound.corpus), 0, 20),)
-        cache.index.commit(
-            [Change("corpora", b"corpus", type(record)(**{**vars(record), "sources": sources}).to_json())]
-        )
-    damage(sound)
-    report = repair(sound.path)
+        changed = replace(record, sources=(replace(record.sources[0], name=str(file)),))
+        cache.index.commit([Change("corpora", b"corpus", changed.to_json())])
+
+
+@pytest.mark.parametrize("damage", LOST)
+def test_lost_texts_are_read_again_from_the_sources_of_the_corpus(
+    intact: Intact, damage: Callable[[Intact], None]
+) -> None:
+    set_source(intact, intact.corpus)
+    damage(intact)
+    report = repair(intact.path)
     assert report.unrepaired == []
     assert report.repaired != []
-    sound.assert_as_before()
+    intact.assert_as_before()
 
 
 @pytest.mark.parametrize("damage", LOST)
-def test_lost_texts_are_read_again_from_files_that_are_named(sound: Sound, damage: Callable[[Sound], None]) -> None:
-    damage(sound)
+def test_lost_texts_are_read_again_from_the_given_files(intact: Intact, damage: Callable[[Intact], None]) -> None:
+    damage(intact)
     lines = [json.dumps({"sentence": text}) for text in ["unknown", *reversed(TEXTS)]]
-    (sound.folder / "again.jsonl").write_text("\n".join(lines))
-    report = repair(sound.path, Corpus.open(sound.folder / "again.jsonl", "sentence"))
+    (intact.folder / "again.jsonl").write_text("\n".join(lines))
+    report = repair(intact.path, Corpus.open(intact.folder / "again.jsonl", "sentence"))
     assert report.unrepaired == []
-    sound.assert_as_before()
+    intact.assert_as_before()
 
 
-def without_sources(sound: Sound) -> None:
-    """As if the corpus files had gone: the copied cache names files beside the original."""
-    with TeacherCache.open(sound.path, "a") as cache:
-        record = cache.corpora()["corpus"]
-        sources = (type(record.sources[0])(str(sound.folder / "gone.jsonl"), 0, 20),)
-        cache.index.commit(
-            [Change("corpora", b"corpus", type(record)(**{**vars(record), "sources": sources}).to_json())]
-        )
+def without_sources(intact: Intact) -> None:
+    """Make the corpus come from a file that does not exist."""
+    set_source(intact, intact.folder / "gone.jsonl")
 
 
 @pytest.mark.parametrize(("damage", "lost"), [(flipped_text, 8), (deleted_text, 8), (other_texts, 8), (both_gone, 8)])
-def test_texts_that_are_nowhere_to_be_found_are_named_and_nothing_changes(
-    sound: Sound, damage: Callable[[Sound], None], lost: int
+def test_texts_that_no_file_has_are_reported_and_nothing_changes(
+    intact: Intact, damage: Callable[[Intact], None], lost: int
 ) -> None:
-    without_sources(sound)
-    damage(sound)
-    before = verify(sound.path, deep=True)
-    report = repair(sound.path)
+    without_sources(intact)
+    damage(intact)
+    before = verify(intact.path, deep=True)
+    report = repair(intact.path)
     assert not report.ok
     assert [action.rows for action in report.unrepaired] == [lost]
     assert f"{lost} texts are lost and nothing was changed" in report.unrepaired[0].action
-    assert f"`tcache repair {sound.path} --corpus FILE` restores them" in report.unrepaired[0].action
+    assert f"`tcache repair {intact.path} --corpus FILE` restores them" in report.unrepaired[0].action
     assert "gone.jsonl does not exist any more" in report.unrepaired[0].action
-    assert verify(sound.path, deep=True) == before
-    assert not (sound.path / "damaged").exists()
+    assert verify(intact.path, deep=True) == before
+    assert not (intact.path / "damaged").exists()
 
 
-def test_texts_whose_record_is_wrong_are_proven_by_their_keys(sound: Sound) -> None:
-    without_sources(sound)
-    with TeacherCache.open(sound.path, "a") as cache:
+def test_texts_without_a_record_are_confirmed_by_their_keys(intact: Intact) -> None:
+    without_sources(intact)
+    with TeacherCache.open(intact.path, "a") as cache:
         cache.index.commit([Change("shards", shard_key(TEXT_ARRAY, 1), None)])
-    assert repair(sound.path).ok
-    sound.assert_as_before()
+    assert repair(intact.path).ok
+    intact.assert_as_before()
 
 
-def test_a_text_that_is_not_that_of_its_key_is_replaced(sound: Sound) -> None:
-    with TeacherCache.open(sound.path, "a") as cache:
-        column = cache.texts_table.text
+def test_a_text_whose_hash_is_not_its_key_is_replaced(intact: Intact) -> None:
+    with TeacherCache.open(intact.path, "a") as cache:
         texts = np.array(TEXTS[8:16], dtype=object)
         texts[3] = "another text"
-        record = column.record(1)
-        assert record is not None
-        receipt = column.array.write_shard(1, texts, record.present)
-        changed = type(record)(receipt.digest, 0.0, receipt.size, record.present)
-        cache.index.commit([Change("shards", shard_key(TEXT_ARRAY, 1), changed.pack())])
-    assert [damage.kind for damage in verify(sound.path, deep=True).damage] == ["key"]
-    without_sources(sound)
-    assert [action.rows for action in repair(sound.path).unrepaired] == [1]
-    assert repair(sound.path, Corpus.open(sound.corpus)).ok
-    sound.assert_as_before()
+        commit_shard(cache.texts_table.text, 1, texts, np.ones(8, dtype=bool))
+    assert [damage.kind for damage in verify(intact.path, deep=True).damage] == ["key"]
+    without_sources(intact)
+    assert [action.rows for action in repair(intact.path).unrepaired] == [1]
+    assert repair(intact.path, Corpus.open(intact.corpus)).ok
+    intact.assert_as_before()
 
 
-def test_a_text_that_the_index_has_under_another_row_is_told_though_its_keys_are_mended(sound: Sound) -> None:
-    flipped_key(sound)
-    with TeacherCache.open(sound.path, "a") as cache:
+def test_a_text_indexed_under_another_row_is_reported_after_its_keys_are_repaired(intact: Intact) -> None:
+    flipped_key(intact)
+    with TeacherCache.open(intact.path, "a") as cache:
         cache.index.commit([Change("keys", text_key(TEXTS[9]), row_value(5))])
-    report = repair(sound.path)
+    report = repair(intact.path)
     assert actions(report) == [("digest", 8)]
     assert [(action.kind, action.rows) for action in report.unrepaired] == [("index", 1)]
 
 
 @pytest.mark.parametrize("change", ["lost", "moved", "rows"])
-def test_an_index_that_is_wrong_about_texts_is_left_to_reindex(sound: Sound, change: str) -> None:
-    with TeacherCache.open(sound.path, "a") as cache:
+def test_an_index_that_is_wrong_about_texts_is_left_to_reindex(intact: Intact, change: str) -> None:
+    with TeacherCache.open(intact.path, "a") as cache:
         cache.index.commit(
             [
                 {
@@ -362,68 +346,65 @@ def test_an_index_that_is_wrong_about_texts_is_left_to_reindex(sound: Sound, cha
                 }[change]
             ]
         )
-    files = {file: file.read_bytes() for file in (sound.path / "texts").rglob("*") if file.is_file()}
-    report = repair(sound.path)
+    files = {file: file.read_bytes() for file in (intact.path / "texts").rglob("*") if file.is_file()}
+    report = repair(intact.path)
     assert not report.ok
     assert all("`tcache reindex`" in action.action for action in report.unrepaired)
-    assert {file: file.read_bytes() for file in (sound.path / "texts").rglob("*") if file.is_file()} == files
+    assert {file: file.read_bytes() for file in (intact.path / "texts").rglob("*") if file.is_file()} == files
 
 
 # Corpora
 
 
-def lost_list(sound: Sound) -> None:
-    (file,) = sound.path.glob("corpora/corpus/rows-*.npy")
+def deleted_manifest(intact: Intact) -> None:
+    (file,) = intact.path.glob("corpora/corpus/rows-*.npy")
     file.unlink()
 
 
-def changed_list(sound: Sound) -> None:
-    (file,) = sound.path.glob("corpora/corpus/rows-*.npy")
-    rows = np.load(file)
-    rows[3] = 4
-    np.save(file, rows)
+def changed_manifest(intact: Intact) -> None:
+    edit_manifest(intact.path, {3: 4})
 
 
-def list_of_garbage(sound: Sound) -> None:
-    (file,) = sound.path.glob("corpora/corpus/rows-*.npy")
+def manifest_of_garbage(intact: Intact) -> None:
+    (file,) = intact.path.glob("corpora/corpus/rows-*.npy")
     file.write_bytes(b"garbage")
 
 
-@pytest.mark.parametrize("damage", [lost_list, changed_list, list_of_garbage])
-def test_a_row_list_is_made_again_from_its_texts(sound: Sound, damage: Callable[[Sound], None]) -> None:
-    without_sources(sound)
-    damage(sound)
-    report = repair(sound.path, Corpus.open(sound.corpus))
+@pytest.mark.parametrize("damage", [deleted_manifest, changed_manifest, manifest_of_garbage])
+def test_a_manifest_is_rewritten_from_its_texts(intact: Intact, damage: Callable[[Intact], None]) -> None:
+    without_sources(intact)
+    damage(intact)
+    report = repair(intact.path, Corpus.open(intact.corpus))
     assert report.unrepaired == []
     assert actions(report) == [("corpus", 20)]
-    sound.assert_as_before()
+    intact.assert_as_before()
 
 
 @pytest.mark.parametrize("texts", [TEXTS[:19], [*TEXTS, "new"], TEXTS[::-1], [(text, text) for text in TEXTS]])
-def test_other_texts_make_no_row_list(sound: Sound, texts: list[str]) -> None:
-    without_sources(sound)
-    lost_list(sound)
-    report = repair(sound.path, corpus_of(sound.folder, texts))
+def test_a_manifest_is_not_rewritten_from_other_texts(intact: Intact, texts: list[str]) -> None:
+    without_sources(intact)
+    deleted_manifest(intact)
+    report = repair(intact.path, corpus_of(intact.folder, texts))
     (left,) = report.unrepaired
     assert (left.kind, left.rows) == ("corpus", 20)
-    assert f"`tcache build {sound.folder / 'gone.jsonl'} --text-key text --teacher T --name corpus" in left.action
-    assert list((sound.path / "corpora/corpus").glob("rows*")) == []
+    assert f"`tcache build {intact.folder / 'gone.jsonl'} --text-key text --teacher T --name corpus" in left.action
+    assert list((intact.path / "corpora/corpus").glob("rows*")) == []
 
 
-def test_texts_and_row_list_are_mended_in_one_go(sound: Sound) -> None:
-    without_sources(sound)
-    flipped_text(sound)
-    changed_list(sound)
-    assert repair(sound.path, Corpus.open(sound.corpus)).ok
-    sound.assert_as_before()
+def test_texts_and_manifest_are_repaired_together(intact: Intact) -> None:
+    without_sources(intact)
+    flipped_text(intact)
+    changed_manifest(intact)
+    assert repair(intact.path, Corpus.open(intact.corpus)).ok
+    intact.assert_as_before()
 
 
-def test_a_corpus_that_cannot_be_read_is_named(sound: Sound) -> None:
-    deleted_text(sound)
-    without_sources(sound)
-    (sound.folder / "broken.jsonl").write_text("{")
+def test_the_error_for_a_broken_corpus_names_file_and_line(intact: Intact) -> None:
+    deleted_text(intact)
+    without_sources(intact)
+    (intact.folder / "broken.jsonl").write_text("{")
     with pytest.raises(CorpusError, match=r"broken\.jsonl:1"):
-        repair(sound.path, Corpus.open(sound.folder / "broken.jsonl"))
+        repair(intact.path, Corpus.open(intact.folder / "broken.jsonl"))
 
 
 # Metadata
@@ -431,55 +412,55 @@ def test_a_corpus_that_cannot_be_read_is_named(sound: Sound) -> None:
 
 @in_every_format
 @pytest.mark.parametrize("content", [None, "", "{}"])
-def test_lost_metadata_are_written_anew(sound: Sound, content: str | None) -> None:
+def test_lost_metadata_are_rewritten(intact: Intact, content: str | None) -> None:
     lost = [
-        sound.path / "cache.json",
-        sound.path / TEXT_ARRAY / "zarr.json",
-        sound.path / KEY_ARRAY / "zarr.json",
-        sound.shard(0).parents[2] / "zarr.json",
+        intact.path / "cache.json",
+        intact.path / TEXT_ARRAY / "zarr.json",
+        intact.path / KEY_ARRAY / "zarr.json",
+        intact.shard(0).parents[2] / "zarr.json",
     ]
     before = [json.loads(file.read_bytes()) for file in lost]
     for file in lost:
         file.unlink()
         if content is not None:
             file.write_text(content)
-    report = repair(sound.path)
+    report = repair(intact.path)
     assert report.unrepaired == []
     assert [action.kind for action in report.repaired] == ["damaged_cache"] * 3 + ["damaged_space"]
     after = [json.loads(file.read_bytes()) for file in lost]
     assert after[1:] == before[1:]
     assert before[0].items() - after[0].items() <= {("id", before[0]["id"])}
-    sound.assert_as_before()
+    intact.assert_as_before()
 
 
-def test_metadata_that_no_shard_proves_are_not_written(sound: Sound) -> None:
-    folder = sound.shard(0).parents[2]
+def test_metadata_that_no_shard_confirms_are_not_written(intact: Intact) -> None:
+    folder = intact.shard(0).parents[2]
     for number in range(3):
-        flip(sound.shard(number), 40)
+        flip(intact.shard(number), 40)
     (folder / "zarr.json").unlink()
-    report = repair(sound.path)
+    report = repair(intact.path)
     (left,) = report.unrepaired
     assert left.kind == "damaged_space"
     assert not (folder / "zarr.json").exists()
     assert len(list(folder.glob("c/*/0"))) == 3
 
 
-def test_a_cache_that_has_lost_its_description_is_not_built_over(sound: Sound) -> None:
-    (sound.path / "cache.json").unlink()
-    for use in (lambda: sound.build(), lambda: TeacherCache.open(sound.path)):
+def test_a_build_does_not_overwrite_a_cache_without_cache_json(intact: Intact) -> None:
+    (intact.path / "cache.json").unlink()
+    for use in (lambda: intact.build(), lambda: TeacherCache.open(intact.path)):
         with pytest.raises(DamagedCache, match=r"cache\.json is missing: `tcache repair"):
             use()
-    assert repair(sound.path).ok
-    sound.assert_as_before()
+    assert repair(intact.path).ok
+    intact.assert_as_before()
 
 
-# What cannot be repaired at all
+# What repair leaves
 
 
-def test_a_lost_index_is_left_to_reindex(sound: Sound) -> None:
-    shutil.rmtree(sound.path / "index.lmdb")
+def test_a_lost_index_is_left_to_reindex(intact: Intact) -> None:
+    lose_index(intact.path)
     with pytest.raises(DamagedCache, match=r"`tcache reindex .*` rebuilds it"):
-        repair(sound.path)
+        repair(intact.path)
 
 
 def test_a_folder_that_is_no_cache_is_not_made_one(tmp_path: Path) -> None:
@@ -488,12 +469,12 @@ def test_a_folder_that_is_no_cache_is_not_made_one(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_nothing_is_repaired_beside_a_writer(sound: Sound) -> None:
-    with TeacherCache.open(sound.path, "a"), pytest.raises(CacheLocked):
-        repair(sound.path)
+def test_nothing_is_repaired_beside_a_writer(intact: Intact) -> None:
+    with TeacherCache.open(intact.path, "a"), pytest.raises(CacheLocked):
+        repair(intact.path)
 
 
-def test_a_space_that_has_lost_its_whole_array_is_empty_again_and_filled_by_a_build(tmp_path: Path) -> None:
+def test_a_space_without_its_array_is_emptied_and_filled_by_a_build(tmp_path: Path) -> None:
     built(tmp_path, numbered(20))
     path = tmp_path / "cache"
     (array,) = path.glob("spaces/*/vectors.zarr")
@@ -504,7 +485,7 @@ def test_a_space_that_has_lost_its_whole_array_is_empty_again_and_filled_by_a_bu
     assert verify(path, deep=True).ok
 
 
-def test_an_array_whose_metadata_are_no_json_is_damage_that_names_its_mending(tmp_path: Path) -> None:
+def test_metadata_that_are_not_json_are_damage_and_the_message_names_the_repair(tmp_path: Path) -> None:
     built(tmp_path, numbered(20))
     path = tmp_path / "cache"
     (path / "texts/keys/zarr.json").write_text("{")
@@ -517,7 +498,7 @@ def test_an_array_whose_metadata_are_no_json_is_damage_that_names_its_mending(tm
 
 
 @pytest.mark.parametrize("spoiled", [None, b"", b"[1]"])
-def test_what_a_lost_index_is_made_from_is_checked_and_written_again(tmp_path: Path, spoiled: bytes | None) -> None:
+def test_the_files_that_reindex_needs_are_checked_and_rewritten(tmp_path: Path, spoiled: bytes | None) -> None:
     built(tmp_path, numbered(20))
     path = tmp_path / "cache"
     described = [*path.glob("spaces/*/space.json"), *path.glob("corpora/*/corpus.json")]
@@ -529,6 +510,6 @@ def test_what_a_lost_index_is_made_from_is_checked_and_written_again(tmp_path: P
     assert sorted(damage.kind for damage in verify(path).damage) == ["corpus", "damaged_space"]
     report = repair(path)
     assert (report.ok, len(report.repaired), report.missing) == (True, 2, 0)
-    shutil.rmtree(path / "index.lmdb")
+    lose_index(path)
     assert reindex(path).ok
     assert verify(path, deep=True).ok

@@ -1,4 +1,4 @@
-"""Sealed copies: how those read a cache who may not write to the lock of its index."""
+"""Sealed copies, for readers that may not write to the lock file of the index."""
 
 import multiprocessing
 import os
@@ -37,7 +37,7 @@ def served(path: Path | str, *, sealed: bool) -> tuple[list[int], list[str], npt
         return rows.tolist(), reader.texts(rows), reader.space().gather(rows)
 
 
-def test_a_sealed_cache_serves_what_the_live_one_does(cache: Path) -> None:
+def test_a_sealed_copy_reads_like_the_index(cache: Path) -> None:
     sealed = seal(cache)
     assert (sealed.rows, sealed.path) == (20, str(cache / "index.sealed" / "data.mdb"))
     assert sealed.bytes == Path(sealed.path).stat().st_size
@@ -48,7 +48,7 @@ def test_a_sealed_cache_serves_what_the_live_one_does(cache: Path) -> None:
     assert verify(cache, deep=True).ok
 
 
-def test_a_sealed_copy_is_as_old_as_it_is_until_the_next(tmp_path: Path, cache: Path) -> None:
+def test_a_sealed_copy_does_not_change_until_the_next(tmp_path: Path, cache: Path) -> None:
     when = seal(cache).sealed
     built(tmp_path, numbered(40), name="longer")
     with TeacherCache.open(cache, sealed=True) as old, TeacherCache.open(cache) as live:
@@ -60,13 +60,13 @@ def test_a_sealed_copy_is_as_old_as_it_is_until_the_next(tmp_path: Path, cache: 
         with pytest.raises(SpaceNotFound, match="as sealed at"):
             old.space("another teacher")
         assert seal(cache).rows == 40
-        assert old.rows == 20  # it keeps the file that it has open
+        assert old.rows == 20  # its file stays open
     assert served(cache, sealed=True)[0] == list(range(20))
 
 
-def test_a_row_list_that_went_after_the_sealing_is_told_with_its_time(tmp_path: Path, cache: Path) -> None:
+def test_the_error_for_a_manifest_removed_after_sealing_names_the_time(tmp_path: Path, cache: Path) -> None:
     seal(cache)
-    built(tmp_path, numbered(30))  # another corpus under the old name
+    built(tmp_path, numbered(30))  # replaces the corpus
     with (
         TeacherCache.open(cache, sealed=True) as old,
         pytest.raises(DamagedCache, match=r"cannot be read.* as sealed at"),
@@ -74,7 +74,7 @@ def test_a_row_list_that_went_after_the_sealing_is_told_with_its_time(tmp_path: 
         old.corpus("corpus")
 
 
-def test_vectors_that_went_after_the_sealing_are_told_with_its_time(cache: Path) -> None:
+def test_the_error_for_vectors_removed_after_sealing_names_the_time(cache: Path) -> None:
     seal(cache)
     (vectors,) = cache.glob("spaces/*/vectors.zarr")
     shutil.rmtree(vectors)
@@ -82,7 +82,7 @@ def test_vectors_that_went_after_the_sealing_are_told_with_its_time(cache: Path)
         old.space()
 
 
-def test_a_cache_is_sealed_while_somebody_writes_to_it(cache: Path) -> None:
+def test_a_cache_can_be_sealed_beside_a_writer(cache: Path) -> None:
     with TeacherCache.open(cache, "a") as writer:
         with writer.appending() as appender:
             appender.add(["one more"])
@@ -99,7 +99,7 @@ def test_the_sealed_copy_of_another_cache_is_refused(tmp_path: Path, cache: Path
         reader.lookup(TEXTS)
 
 
-def test_a_copied_cache_takes_its_sealed_copy_along(tmp_path: Path, cache: Path) -> None:
+def test_a_copied_cache_keeps_its_sealed_copy(tmp_path: Path, cache: Path) -> None:
     seal(cache)
     shutil.copytree(cache, tmp_path / "copied", ignore=shutil.ignore_patterns("index.lmdb"))
     assert served(tmp_path / "copied", sealed=True)[0] == list(range(20))
@@ -107,19 +107,19 @@ def test_a_copied_cache_takes_its_sealed_copy_along(tmp_path: Path, cache: Path)
         TeacherCache.open(tmp_path / "copied")
 
 
-def test_without_a_sealed_copy_asking_for_it_says_how_to_make_one(cache: Path) -> None:
+def test_the_error_without_a_sealed_copy_names_the_command(cache: Path) -> None:
     with TeacherCache.open(cache, sealed=True) as reader, pytest.raises(CacheNotFound, match="`tcache seal`"):
         reader.lookup(TEXTS)
 
 
-def test_a_writer_never_takes_the_sealed_copy(cache: Path) -> None:
+def test_a_sealed_copy_cannot_be_opened_for_writing(cache: Path) -> None:
     seal(cache)
     with pytest.raises(CacheError, match="a sealed index is read-only"):
         TeacherCache.open(cache, "a", sealed=True)
-    TeacherCache.open(cache, "a").close()  # and the refusal has left no lock
+    TeacherCache.open(cache, "a").close()  # the lock is free
 
 
-def test_a_pickled_reader_of_a_sealed_copy_reads_that(tmp_path: Path, cache: Path) -> None:
+def test_a_pickled_reader_of_a_sealed_copy_reads_it_too(tmp_path: Path, cache: Path) -> None:
     seal(cache)
     built(tmp_path, numbered(40), name="longer")
     with TeacherCache.open(cache, sealed=True) as reader:
@@ -144,7 +144,7 @@ def test_two_processes_read_one_sealed_copy(cache: Path) -> None:
 
 
 def in_a_child(work: Callable[[], None]) -> int:
-    """How a forked child ends that does the work: its exit code, or minus the signal that ended it."""
+    """Do the work in a forked child; returns its exit code, or minus the signal that ended it."""
     child = os.fork()
     if child == 0:
         try:
@@ -181,15 +181,15 @@ def test_a_kill_while_sealing_leaves_the_older_copy(tmp_path: Path, cache: Path,
 
 @pytest.fixture
 def read_only(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """Runs work in a child that may read the folder of the cache but write to nothing in it."""
-    served(cache, sealed=False)  # what reading imports is imported now: the child may not see its files
+    """Runs work in a child process that may read the cache but not write to it."""
+    served(cache, sealed=False)  # import now what the child may not be allowed to read
     tmp_path.chmod(0o755)
     (cache / "index.lmdb" / "lock.mdb").chmod(0o444)
     monkeypatch.chdir(tmp_path)
 
     def run(work: Callable[[], None]) -> int:
         def as_nobody() -> None:
-            if os.getuid() == 0:  # whom no mode of a file binds
+            if os.getuid() == 0:  # file modes do not restrict root
                 os.setgid(NOBODY)
                 os.setuid(NOBODY)
             work()
@@ -200,7 +200,9 @@ def read_only(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> I
     (cache / "index.lmdb" / "lock.mdb").chmod(0o644)
 
 
-def test_who_may_not_write_to_the_lock_reads_the_sealed_copy(cache: Path, read_only: Callable[..., int]) -> None:
+def test_a_reader_that_may_not_write_to_the_lock_reads_the_sealed_copy(
+    cache: Path, read_only: Callable[..., int]
+) -> None:
     seal_time = seal_as_owner(cache)
 
     def read() -> None:
@@ -222,7 +224,7 @@ def seal_as_owner(cache: Path) -> str:
     return when
 
 
-def test_without_a_sealed_copy_a_lock_that_cannot_be_written_is_told(read_only: Callable[..., int]) -> None:
+def test_the_error_for_a_lock_that_cannot_be_written_names_the_command(read_only: Callable[..., int]) -> None:
     def read() -> None:
         with (
             TeacherCache.open("cache") as reader,
@@ -233,8 +235,8 @@ def test_without_a_sealed_copy_a_lock_that_cannot_be_written_is_told(read_only: 
     assert read_only(read) == 0
 
 
-def test_on_a_read_only_file_system_the_sealed_copy_is_read_and_nothing_else(tmp_path: Path, cache: Path) -> None:
-    """LMDB alone would open the index there without a lock."""
+def test_on_a_read_only_file_system_only_the_sealed_copy_is_read(tmp_path: Path, cache: Path) -> None:
+    """LMDB would open the index there without a lock."""
     (tmp_path / "mounted").mkdir()
     script = (
         "from teacher_cache.table.cache import TeacherCache\n"

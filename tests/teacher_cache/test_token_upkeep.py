@@ -1,4 +1,4 @@
-"""Caches with token columns are checked, mended, indexed anew, cleared and joined as others are."""
+"""Caches with token columns are checked, repaired, reindexed, cleaned and merged like others."""
 
 import json
 import os
@@ -21,6 +21,7 @@ from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES
 from teacher_cache.transfer.convert import convert
 from teacher_cache.transfer.exporter import export
 from teacher_cache.transfer.merge import merge
+from tests.teacher_cache.damaged_caches import commit_shard, flip, lose_index
 from tests.teacher_cache.small_caches import built, numbered, unequal_rows
 from tests.teacher_cache.token_caches import (
     LAYERS,
@@ -53,18 +54,12 @@ def shard(path: Path, array: str, number: int) -> Path:
     return found
 
 
-def flip(file: Path, place: int = 20) -> None:
-    data = bytearray(file.read_bytes())
-    data[place] ^= 1
-    file.write_bytes(data)
-
-
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-30])
 
 
 def other_values(file: Path) -> None:
-    """A sound shard, but another one's."""
+    """Replace a shard by another valid one."""
     other = file.with_name("1" if file.name != "1" else "0")
     file.write_bytes(other.read_bytes())
 
@@ -88,7 +83,7 @@ def filled_again(path: Path) -> BuildReport:
         (other_values, "digest", False),
     ],
 )
-def test_damage_of_a_token_shard_is_found_and_the_next_build_fills_exactly_it(
+def test_a_damaged_token_shard_is_found_and_the_next_build_fills_only_its_rows(
     path: Path, array: str, damage: Callable[[Path], None], kind: str, quick: bool
 ) -> None:
     damage(shard(path, array, 2))
@@ -113,7 +108,7 @@ def test_damage_of_a_token_shard_is_found_and_the_next_build_fills_exactly_it(
     assert verify(path, deep=True).ok
 
 
-def test_two_damaged_arrays_of_one_shard_cost_its_rows_once(path: Path) -> None:
+def test_two_damaged_arrays_of_one_shard_count_its_rows_once(path: Path) -> None:
     flip(shard(path, STATES, 1))
     flip(shard(path, PIECES, 1))
     flip(shard(path, ATTENTION, 3))
@@ -126,7 +121,7 @@ def test_two_damaged_arrays_of_one_shard_cost_its_rows_once(path: Path) -> None:
 
 
 @pytest.mark.parametrize("array", ARRAYS)
-def test_a_shard_that_is_to_grow_refuses_to_vouch_for_damage(tmp_path: Path, array: str) -> None:
+def test_a_build_adds_no_rows_to_a_damaged_token_shard(tmp_path: Path, array: str) -> None:
     path, _ = token_cache(tmp_path, TEXTS[:18])
     other_values(shard(path, array, 4))
     before = shard(path, array, 4).read_bytes()
@@ -139,17 +134,15 @@ def test_a_shard_that_is_to_grow_refuses_to_vouch_for_damage(tmp_path: Path, arr
     assert_stored_tokens(opened(path), TEXTS)
 
 
-def test_columns_that_do_not_go_together_are_found_where_every_digest_holds(path: Path) -> None:
+def test_columns_of_different_lengths_are_found_even_if_every_digest_is_right(path: Path) -> None:
     with TeacherCache.open(path, "r+") as cache:
         tokens = columns_of(cache.space())
         column = tokens.columns[PIECES]
         record = column.record(0)
         assert record is not None
         values = column.array.read_shard(0, record.present)
-        values[2] = values[2][:-16]  # a piece less than there are states
-        receipt = column.array.write_shard(0, values, record.present)
-        packed = type(record)(receipt.digest, 0.0, receipt.size, record.present).pack()
-        cache.index.commit([Change("shards", shard_key(column.name, 0), packed)])
+        values[2] = values[2][:-16]  # one piece fewer than states
+        commit_shard(column, 0, values, record.present)
     assert kinds(path) == {"tokens": 1}
     (damage,) = verify(path, deep=True).damage
     assert damage.where.endswith("row 2")
@@ -169,7 +162,7 @@ def test_states_without_pieces_are_found_by_a_quick_check(path: Path) -> None:
 
 
 @pytest.mark.parametrize("array", ARRAYS)
-def test_lost_metadata_of_an_array_are_written_again(path: Path, array: str) -> None:
+def test_lost_metadata_of_an_array_are_rewritten(path: Path, array: str) -> None:
     (file,) = path.glob(f"spaces/*/{array}/zarr.json")
     before = file.read_bytes()
     file.unlink()
@@ -182,11 +175,7 @@ def test_lost_metadata_of_an_array_are_written_again(path: Path, array: str) -> 
     assert_stored_tokens(opened(path), TEXTS)
 
 
-def lose_index(path: Path) -> None:
-    shutil.rmtree(path / "index.lmdb")
-
-
-def test_a_lost_index_gets_its_token_columns_back(path: Path) -> None:
+def test_a_rebuilt_index_has_the_token_columns(path: Path) -> None:
     lose_index(path)
     report = reindex(path)
     assert report.ok
@@ -196,9 +185,9 @@ def test_a_lost_index_gets_its_token_columns_back(path: Path) -> None:
     assert filled_again(path).encoded == 0
 
 
-def test_what_does_not_prove_itself_is_left_out_of_a_new_index_and_filled_again(path: Path) -> None:
+def test_invalid_tokens_are_left_out_of_a_new_index_and_filled_by_a_build(path: Path) -> None:
     flip(shard(path, STATES, 0))
-    other_values(shard(path, PIECES, 4))  # of texts of other lengths
+    other_values(shard(path, PIECES, 4))  # pieces of texts with other lengths
     shard(path, PIECES, 1).unlink()
     flip(shard(path, ATTENTION, 2))
     lose_index(path)
@@ -212,7 +201,7 @@ def test_what_does_not_prove_itself_is_left_out_of_a_new_index_and_filled_again(
     assert verify(path, deep=True).ok
 
 
-def test_token_columns_that_cannot_be_opened_cost_a_new_index_nothing_else(path: Path) -> None:
+def test_a_rebuilt_index_lacks_only_the_token_columns_that_cannot_be_opened(path: Path) -> None:
     (file,) = path.glob(f"spaces/*/{STATES}/zarr.json")
     file.unlink()
     lose_index(path)
@@ -223,7 +212,7 @@ def test_token_columns_that_cannot_be_opened_cost_a_new_index_nothing_else(path:
     assert_stored_tokens(opened(path), TEXTS)
 
 
-def test_a_dropped_space_takes_its_token_columns_with_it(tmp_path: Path) -> None:
+def test_a_dropped_space_loses_its_token_columns(tmp_path: Path) -> None:
     path, report = token_cache(tmp_path, [*TEXTS[:6], "nan 1"], teacher=BadTokens.options())
     reclaim(path, spaces=[report.space])
     assert not list((path / "spaces").iterdir())
@@ -236,7 +225,7 @@ def test_a_dropped_space_takes_its_token_columns_with_it(tmp_path: Path) -> None
     assert token_cache(tmp_path, TEXTS[:6], teacher=BadTokens.options())[1].token_texts == 6
 
 
-def test_columns_of_a_build_that_never_published_any_are_cleared_away(tmp_path: Path) -> None:
+def test_token_columns_that_were_never_published_are_removed(tmp_path: Path) -> None:
     built(tmp_path, TEXTS)
     path = tmp_path / "cache"
     with TeacherCache.open(path, "r+") as cache:
@@ -244,15 +233,15 @@ def test_columns_of_a_build_that_never_published_any_are_cleared_away(tmp_path: 
         from teacher_cache.tokens.token_columns import TokenRecord
 
         view = cache.ensure_tokens(cache.space(), TokenRecord(TokenShape(24, 3, 2, False), "float16", (1, 3)))
-    told = {one.where for one in reclaim(path, dry_run=True).freed}
-    assert told == {f"spaces/{view.slug}/{array}" for array in ARRAYS}
-    assert {one.where for one in reclaim(path).freed} == told
+    planned = {one.where for one in reclaim(path, dry_run=True).freed}
+    assert planned == {f"spaces/{view.slug}/{array}" for array in ARRAYS}
+    assert {one.where for one in reclaim(path).freed} == planned
     assert "columns" not in json.loads((view.folder / "space.json").read_text())
     assert verify(path, deep=True).ok
     assert reclaim(path).freed == []
 
 
-def test_clearing_away_keeps_columns_that_are_published_and_removes_what_a_kill_left(path: Path) -> None:
+def test_gc_keeps_published_columns_and_removes_temporary_files(path: Path) -> None:
     before = token_files(path)
     left = shard(path, STATES, 0).with_name(f"0.{os.getpid()}.writing")
     left.write_bytes(b"half")
@@ -261,7 +250,7 @@ def test_clearing_away_keeps_columns_that_are_published_and_removes_what_a_kill_
     assert token_files(path) == before
 
 
-def test_conversion_leaves_token_columns_as_they_are_and_says_so(path: Path) -> None:
+def test_a_conversion_does_not_change_token_columns_and_reports_it(path: Path) -> None:
     before = token_files(path)
     assert convert(path, "int8").token_columns == "tokens of 24 as float16, attention of layers 1, 3"
     reclaim(path)
@@ -273,16 +262,16 @@ def test_conversion_leaves_token_columns_as_they_are_and_says_so(path: Path) -> 
     assert verify(path, deep=True).ok
 
 
-def test_an_export_says_that_it_leaves_token_columns_out(path: Path, tmp_path: Path) -> None:
+def test_an_export_reports_that_it_leaves_token_columns_out(path: Path, tmp_path: Path) -> None:
     assert export(path, tmp_path / "out", "npy").token_columns == "tokens of 24 as float16, attention of layers 1, 3"
 
 
-def test_caches_are_joined_with_their_token_columns(tmp_path: Path) -> None:
+def test_caches_are_merged_with_their_token_columns(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one, _ = token_cache(tmp_path / "a", TEXTS[:9], name="a")
     other, _ = token_cache(tmp_path / "b", TEXTS[5:][::-1], tokens=STATES_ONLY, storage="float16-raw", name="b")
-    into = tmp_path / "joined"
+    into = tmp_path / "merged"
     report = merge([one, other], into)
     assert report.left_out == []
     assert report.token_texts == 9 + 11
@@ -296,7 +285,7 @@ def test_caches_are_joined_with_their_token_columns(tmp_path: Path) -> None:
     assert merge([one, other], into).token_texts == 0
 
 
-def test_attention_of_one_cache_joins_states_of_another(tmp_path: Path) -> None:
+def test_attention_of_one_cache_is_added_to_states_of_another(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one, _ = token_cache(tmp_path / "a", TEXTS, tokens=STATES_ONLY, name="a")
@@ -310,7 +299,7 @@ def test_attention_of_one_cache_joins_states_of_another(tmp_path: Path) -> None:
     assert verify(one, deep=True).ok
 
 
-def test_token_columns_in_another_format_are_left_out_of_a_joined_cache_and_named(tmp_path: Path) -> None:
+def test_token_columns_in_another_encoding_are_not_merged_and_reported(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one, _ = token_cache(tmp_path / "a", TEXTS[:9], name="a")
@@ -328,11 +317,11 @@ def test_token_columns_in_another_format_are_left_out_of_a_joined_cache_and_name
 def test_damaged_token_columns_are_not_copied_into_another_cache(path: Path, tmp_path: Path) -> None:
     other_values(shard(path, STATES, 2))
     with pytest.raises(DamagedCache, match="does not hold the values that were written"):
-        merge([path], tmp_path / "joined")
-    assert verify(tmp_path / "joined", deep=True).ok
+        merge([path], tmp_path / "merged")
+    assert verify(tmp_path / "merged", deep=True).ok
 
 
-def test_a_refusal_of_tokens_is_taken_back_by_a_sound_answer(path: Path) -> None:
+def test_valid_tokens_end_the_quarantine_of_a_row(path: Path) -> None:
     with TeacherCache.open(path, "r+") as cache:
         view = cache.space()
         tokens = columns_of(view)

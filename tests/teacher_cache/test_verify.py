@@ -1,4 +1,4 @@
-"""Each kind of damage is found and named; a sound cache has none."""
+"""Each kind of damage is found and reported; an intact cache has none."""
 
 import os
 import re
@@ -21,6 +21,7 @@ from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import Encoded, TeacherOptions
 from teacher_cache.text_key import text_key
+from tests.teacher_cache.damaged_caches import commit_shard, edit_manifest, flip, vector_shard
 from tests.teacher_cache.small_caches import TOY, built, numbered, said
 from tests.teacher_cache.toy_variants import Variant
 
@@ -29,44 +30,31 @@ Change_ = Callable[[TeacherCache], None]
 
 
 @pytest.fixture(scope="module", params=sorted(ENCODINGS))
-def sound(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    folder = tmp_path_factory.mktemp("sound")
+def intact(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = tmp_path_factory.mktemp("intact")
     built(folder, TEXTS, storage=request.param)
     return folder / "cache"
 
 
 @pytest.fixture
-def path(tmp_path: Path, sound: Path) -> Path:
-    """A sound cache to be damaged."""
-    return shutil.copytree(sound, tmp_path / "cache")
+def path(tmp_path: Path, intact: Path) -> Path:
+    """A copy of an intact cache, to be damaged."""
+    return shutil.copytree(intact, tmp_path / "cache")
 
 
-def kinds(verdict: CheckReport) -> set[str]:
-    return {damage.kind for damage in verdict.damage}
+def kinds(report: CheckReport) -> set[str]:
+    return {damage.kind for damage in report.damage}
 
 
-def vectors(path: Path, shard: int) -> Path:
-    (found,) = path.glob(f"spaces/*/vectors.zarr/c/{shard}/0")
-    return found
+def commit_vectors(view: SpaceView, number: int, vectors: np.ndarray) -> None:
+    """Write a shard of 8 vectors with a record that matches it, whatever the vectors are."""
+    commit_shard(view.column, number, view.encoding.store(vectors), np.ones(8, dtype=bool))
 
 
-def flip(file: Path, place: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[place] ^= 0x20
-    file.write_bytes(data)
-
-
-def publish(view: SpaceView, number: int, vectors: np.ndarray, present: np.ndarray) -> None:
-    """Write a shard with a record that is right for it, whatever the vectors are."""
-    receipt = view.vectors.write_shard(number, view.encoding.store(vectors), present)
-    record = ShardRecord(receipt.digest, 0.0, receipt.size, present)
-    view.index.commit([Change("shards", shard_key(view.array_name, number), record.pack())])
-
-
-def test_a_sound_cache_has_no_damage(path: Path) -> None:
+def test_an_intact_cache_has_no_damage(path: Path) -> None:
     for deep in (False, True):
-        verdict = verify(path, deep=deep)
-        assert verdict.to_json() == {
+        report = verify(path, deep=deep)
+        assert report.to_json() == {
             "ok": True,
             "damage": [],
             "shards": 9,
@@ -78,30 +66,30 @@ def test_a_sound_cache_has_no_damage(path: Path) -> None:
         }
 
 
-def test_leftovers_of_interrupted_writes_are_named_and_no_damage(path: Path) -> None:
-    left = vectors(path, 1).with_name("0.123.writing")
+def test_temporary_files_of_interrupted_writes_are_reported_but_no_damage(path: Path) -> None:
+    left = vector_shard(path, 1).with_name("0.123.writing")
     left.write_bytes(b"half")
-    verdict = verify(path, deep=True)
-    assert verdict.ok
-    assert verdict.leftovers == [str(left.relative_to(path))]
+    report = verify(path, deep=True)
+    assert report.ok
+    assert report.leftovers == [str(left.relative_to(path))]
 
 
-def test_a_lost_shard_is_missing(path: Path) -> None:
-    vectors(path, 1).unlink()
+def test_a_deleted_shard_is_reported_as_missing(path: Path) -> None:
+    vector_shard(path, 1).unlink()
     (path / "texts/text/c/2").unlink()
     for deep in (False, True):
-        verdict = verify(path, deep=deep)
-        assert not verdict.ok
-        assert [(damage.kind, damage.rows) for damage in verdict.damage] == [
+        report = verify(path, deep=deep)
+        assert not report.ok
+        assert [(damage.kind, damage.rows) for damage in report.damage] == [
             ("missing_shard", 4),
             ("missing_shard", 8),
         ]
-        assert "texts/text/c/2 is missing" in verdict.damage[0].where
-        assert "vectors.zarr/c/1/0 is missing" in verdict.damage[1].where
+        assert "texts/text/c/2 is missing" in report.damage[0].where
+        assert "vectors.zarr/c/1/0 is missing" in report.damage[1].where
 
 
-def test_a_cut_shard_is_damaged(path: Path) -> None:
-    file = vectors(path, 0)
+def test_a_truncated_shard_is_damaged(path: Path) -> None:
+    file = vector_shard(path, 0)
     file.write_bytes(file.read_bytes()[:-1])
     (damage,) = verify(path).damage
     assert (damage.kind, damage.rows) == ("damaged_shard", 8)
@@ -109,7 +97,7 @@ def test_a_cut_shard_is_damaged(path: Path) -> None:
 
 
 def test_a_flipped_byte_among_the_values_is_found_by_a_deep_check(path: Path) -> None:
-    flip(vectors(path, 2), 20)
+    flip(vector_shard(path, 2), 20)
     assert verify(path).ok
     (damage,) = verify(path, deep=True).damage
     assert damage.kind in ("digest", "damaged_shard")
@@ -125,18 +113,22 @@ def test_a_flipped_byte_among_texts_or_keys_is_found_by_a_deep_check(path: Path,
 
 
 def test_swapped_shards_are_found_by_a_deep_check(path: Path) -> None:
-    one, other = vectors(path, 0), vectors(path, 1)
+    one, other = vector_shard(path, 0), vector_shard(path, 1)
     data = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(data)
-    verdict = verify(path, deep=True)
-    assert [damage.kind for damage in verdict.damage] == ["digest", "digest"]
+    report = verify(path, deep=True)
+    assert [damage.kind for damage in report.damage] == ["digest", "digest"]
 
 
 @pytest.mark.parametrize("array", ["vectors", TEXT_ARRAY, KEY_ARRAY])
-def test_a_damaged_shard_gains_no_rows_and_stays_found(tmp_path: Path, path: Path, array: str) -> None:
-    files = {"vectors": vectors(path, 2), TEXT_ARRAY: path / TEXT_ARRAY / "c/2", KEY_ARRAY: path / KEY_ARRAY / "c/2/0"}
-    # Whole and with sound checksums, but another's: only the digest can tell.
+def test_a_build_adds_no_rows_to_a_damaged_shard(tmp_path: Path, path: Path, array: str) -> None:
+    files = {
+        "vectors": vector_shard(path, 2),
+        TEXT_ARRAY: path / TEXT_ARRAY / "c/2",
+        KEY_ARRAY: path / KEY_ARRAY / "c/2/0",
+    }
+    # A valid shard of other rows: only the digest differs.
     shutil.copyfile(
         files[array].with_name("0") if array == TEXT_ARRAY else files[array].parents[1] / "0/0", files[array]
     )
@@ -147,18 +139,18 @@ def test_a_damaged_shard_gains_no_rows_and_stays_found(tmp_path: Path, path: Pat
     assert "digest" in kinds(verify(path, deep=True))
 
 
-def test_a_nan_that_the_index_vouches_for_is_found_by_a_deep_check(path: Path) -> None:
+def test_a_nan_with_a_matching_digest_is_found_by_a_deep_check(path: Path) -> None:
     with TeacherCache.open(path, "a") as cache:
         values = said(TEXTS[:8])
         values[3, 7] = np.nan
-        publish(cache.space(), 0, values, np.ones(8, dtype=bool))
+        commit_vectors(cache.space(), 0, values)
     assert verify(path).ok
     (damage,) = verify(path, deep=True).damage
     assert (damage.kind, damage.rows, damage.shard) == ("non_finite", 1, 0)
     assert "c/0/0 holds NaN or infinite numbers, row 3" in damage.where
 
 
-def test_a_nan_that_the_index_does_not_know_of_is_found_twice_over(path: Path) -> None:
+def test_a_nan_with_another_digest_is_reported_as_both(path: Path) -> None:
     with TeacherCache.open(path) as cache:
         view = cache.space()
         values = said(TEXTS[8:16])
@@ -171,36 +163,36 @@ def test_a_nan_that_the_index_does_not_know_of_is_found_twice_over(path: Path) -
 
 
 @pytest.mark.parametrize(("length", "fits"), [(1.0005, True), (0.9995, True), (1.1, False), (0.5, False)])
-def test_a_vector_of_another_length_in_a_normalised_space_is_found_by_a_deep_check(
+def test_a_vector_of_another_length_in_a_normalized_space_is_found_by_a_deep_check(
     path: Path, length: float, fits: bool
 ) -> None:
     with TeacherCache.open(path, "a") as cache:
         values = said(TEXTS[:8])
         values[3] *= length
-        publish(cache.space(), 0, values, np.ones(8, dtype=bool))
-    verdict = verify(path, deep=True)
-    assert verdict.ok == fits
-    for damage in verdict.damage:
+        commit_vectors(cache.space(), 0, values)
+    report = verify(path, deep=True)
+    assert report.ok == fits
+    for damage in report.damage:
         assert (damage.kind, damage.rows) == ("norm", 1)
         assert "c/0/0 holds vectors whose length is not 1, row 3" in damage.where
 
 
-def test_where_vectors_are_not_normalised_any_length_but_none_is_sound(tmp_path: Path) -> None:
+def test_in_a_space_that_is_not_normalized_only_length_zero_is_damage(tmp_path: Path) -> None:
     built(tmp_path, TEXTS, teacher=TeacherOptions(model="toy", normalize=False))
     path = tmp_path / "cache"
     assert verify(path, deep=True).ok
     with TeacherCache.open(path, "a") as cache:
         values = said(TEXTS[:8]) * 100
-        publish(cache.space(), 0, values, np.ones(8, dtype=bool))
+        commit_vectors(cache.space(), 0, values)
         assert verify(path, deep=True).ok
         values[4] = 0
-        publish(cache.space(), 0, values, np.ones(8, dtype=bool))
+        commit_vectors(cache.space(), 0, values)
     (damage,) = verify(path, deep=True).damage
     assert (damage.kind, damage.rows) == ("norm", 1)
     assert "length is not more than 0, row 4" in damage.where
 
 
-def test_a_promised_chunk_that_is_not_stored_is_damage(path: Path) -> None:
+def test_a_recorded_chunk_that_is_not_stored_is_damage(path: Path) -> None:
     with TeacherCache.open(path, "a") as cache:
         view = cache.space()
         record = view.index.shard(view.array_name, 2)
@@ -219,9 +211,9 @@ def many_chunks(folder: Path, storage: str) -> Path:
 
 
 @pytest.mark.parametrize("storage", ["float16", "int8", "float32"])
-def test_chunks_with_a_bad_checksum_are_named_by_their_rows(tmp_path: Path, storage: str) -> None:
+def test_the_rows_of_chunks_with_a_bad_checksum_are_listed(tmp_path: Path, storage: str) -> None:
     path = many_chunks(tmp_path, storage)
-    file = vectors(path, 0)
+    file = vector_shard(path, 0)
     with TeacherCache.open(path) as cache:
         entries = cache.space().vectors.open_shard(0).entries
     for chunk in (1, 2, 4):
@@ -231,14 +223,14 @@ def test_chunks_with_a_bad_checksum_are_named_by_their_rows(tmp_path: Path, stor
     assert damage.where.endswith("lost: rows 32 to 95, 128 to 159")
 
 
-def test_a_shard_whose_index_is_damaged_is_lost_as_a_whole(path: Path) -> None:
-    flip(vectors(path, 1), -6)
+def test_all_rows_of_a_shard_with_a_damaged_chunk_index_are_lost(path: Path) -> None:
+    flip(vector_shard(path, 1), -6)
     (damage,) = verify(path).damage
     assert (damage.kind, damage.rows) == ("damaged_shard", 8)
     assert "its chunk index does not match; lost: rows 8 to 15" in damage.where
 
 
-def test_a_file_that_is_ahead_of_its_record_is_no_damage(tmp_path: Path, path: Path) -> None:
+def test_a_file_with_more_rows_than_its_record_is_no_damage(tmp_path: Path, path: Path) -> None:
     with TeacherCache.open(path, "a") as cache:  # a kill between the rename and the commit
         with cache.appending() as appender:
             appender.add(numbered(24))
@@ -252,19 +244,19 @@ def test_a_file_that_is_ahead_of_its_record_is_no_damage(tmp_path: Path, path: P
 
 
 def test_a_file_of_another_size_is_read_by_a_quick_check_too(path: Path) -> None:
-    with TeacherCache.open(path) as cache:  # whole, with sound checksums, and all the promised rows in it
+    with TeacherCache.open(path) as cache:  # valid shards that have the recorded rows
         view = cache.space()
         present = np.arange(8) < 4
         view.vectors.write_shard(1, view.encoding.store(said(TEXTS[:8])), np.ones(8, dtype=bool))
         view.vectors.write_shard(2, view.encoding.store(said(TEXTS[:4])), present)
         record = view.column.record(2)
         assert record is not None
-        same_size = vectors(path, 2).stat().st_size == record.size
+        same_size = vector_shard(path, 2).stat().st_size == record.size
     kinds_found = [damage.kind for damage in verify(path).damage]
     with TeacherCache.open(path) as cache:
         record = cache.space().column.record(1)
         assert record is not None
-        expected = ["digest"] * ((vectors(path, 1).stat().st_size != record.size) + (not same_size))
+        expected = ["digest"] * ((vector_shard(path, 1).stat().st_size != record.size) + (not same_size))
     assert kinds_found == expected
     assert kinds(verify(path, deep=True)) == {"digest"}
 
@@ -274,9 +266,7 @@ def test_a_key_that_is_not_the_hash_of_its_text_is_found_by_a_deep_check(path: P
         table = cache.texts_table
         texts = np.array(TEXTS[:8], dtype=object)
         texts[2] = "another text"
-        receipt = table.text.array.write_shard(0, texts, np.ones(8, dtype=bool))
-        record = ShardRecord(receipt.digest, 0.0, receipt.size, np.ones(8, dtype=bool))
-        cache.index.commit([Change("shards", shard_key(TEXT_ARRAY, 0), record.pack())])
+        commit_shard(table.text, 0, texts, np.ones(8, dtype=bool))
     assert verify(path).ok
     (damage,) = verify(path, deep=True).damage
     assert (damage.kind, damage.rows, damage.array) == ("key", 1, KEY_ARRAY)
@@ -299,15 +289,11 @@ def lose_a_record(cache: TeacherCache) -> None:
     cache.index.commit([Change("shards", shard_key(KEY_ARRAY, 1), None)])
 
 
-def promise_rows_beyond_the_table(cache: TeacherCache) -> None:
-    publish(cache.space(), 2, said(numbered(8)), np.ones(8, dtype=bool))
+def record_rows_past_the_table(cache: TeacherCache) -> None:
+    commit_vectors(cache.space(), 2, said(numbered(8)))
 
 
-def promise_more_texts_than_there_are(cache: TeacherCache) -> None:
-    cache.index.commit([Change("meta", b"rows", row_value(18))])
-
-
-def promise_too_few_texts(cache: TeacherCache) -> None:
+def record_too_few_texts(cache: TeacherCache) -> None:
     record = ShardRecord(bytes(16), 0.0, 0, np.arange(8) < 7)
     cache.index.commit([Change("shards", shard_key(TEXT_ARRAY, 0), record.pack())])
 
@@ -317,46 +303,40 @@ def promise_too_few_texts(cache: TeacherCache) -> None:
     [
         (lose_a_key, "the index has 19 text keys for 20 rows"),
         (lose_a_record, "no record of shard 1 of texts/keys"),
-        (promise_rows_beyond_the_table, "records rows past the table's 20"),
-        (promise_too_few_texts, "texts/text/c/0: 7 rows recorded, expected 8"),
+        (record_rows_past_the_table, "records rows past the table's 20"),
+        (record_too_few_texts, "texts/text/c/0: 7 rows recorded, expected 8"),
     ],
 )
-def test_counts_that_disagree_are_damage(path: Path, change: Change_, message: str) -> None:
+def test_different_counts_are_damage(path: Path, change: Change_, message: str) -> None:
     with TeacherCache.open(path, "a") as cache:
         change(cache)
-    verdict = verify(path)
-    assert kinds(verdict) == {"count"}
-    assert message in verdict.damage[0].where
+    report = verify(path)
+    assert kinds(report) == {"count"}
+    assert message in report.damage[0].where
 
 
-def test_a_lost_row_list_is_damage(path: Path) -> None:
+def test_a_deleted_manifest_is_damage(path: Path) -> None:
     (file,) = path.glob("corpora/corpus/rows-*.npy")
     file.unlink()
     (damage,) = verify(path).damage
     assert (damage.kind, damage.rows) == ("corpus", 20)
 
 
-def test_a_row_list_that_names_rows_outside_the_table_is_damage(path: Path) -> None:
-    (file,) = path.glob("corpora/corpus/rows-*.npy")
-    rows = np.load(file)
-    rows[3], rows[4] = 20, -1
-    np.save(file, rows)
+def test_a_manifest_with_rows_outside_the_table_is_damage(path: Path) -> None:
+    edit_manifest(path, {3: 20, 4: -1})
     (damage,) = verify(path).damage
     assert (damage.kind, damage.rows) == ("corpus", 2)
 
 
-def test_a_row_list_that_leads_to_other_texts_is_found_by_a_deep_check(path: Path) -> None:
-    (file,) = path.glob("corpora/corpus/rows-*.npy")
-    rows = np.load(file)
-    rows[3] = 4
-    np.save(file, rows)
+def test_a_manifest_with_another_fingerprint_is_found_by_a_deep_check(path: Path) -> None:
+    edit_manifest(path, {3: 4})
     assert verify(path).ok
     (damage,) = verify(path, deep=True).damage
     assert (damage.kind, damage.rows, damage.array) == ("corpus", 20, "corpora/corpus")
     assert "leads to other texts" in damage.where
 
 
-def test_damaged_texts_are_no_damage_of_the_corpus_they_are_in(path: Path) -> None:
+def test_damaged_texts_are_not_reported_as_damage_of_their_corpus(path: Path) -> None:
     flip(path / TEXT_ARRAY / "c/0", 20)
     assert [damage.array for damage in verify(path, deep=True).damage] == [TEXT_ARRAY]
 
@@ -368,20 +348,20 @@ def test_a_damaged_space_does_not_hide_the_damage_of_another(tmp_path: Path) -> 
     one, other = sorted((path / "spaces").iterdir())
     (one / "vectors.zarr/zarr.json").unlink()
     (other / "vectors.zarr/c/1/0").unlink()
-    verdict = verify(path)
-    assert [damage.kind for damage in verdict.damage] == ["damaged_space", "missing_shard"]
-    assert str(one) in verdict.damage[0].where
-    assert verdict.damage[0].rows == 20
+    report = verify(path)
+    assert [damage.kind for damage in report.damage] == ["damaged_space", "missing_shard"]
+    assert str(one) in report.damage[0].where
+    assert report.damage[0].rows == 20
 
 
-def test_a_text_table_without_metadata_is_damage_and_no_crash(path: Path) -> None:
+def test_lost_metadata_of_the_texts_are_damage_and_no_crash(path: Path) -> None:
     (path / "texts/text/zarr.json").unlink()
     (damage,) = verify(path).damage
     assert damage.kind == "damaged_cache"
 
 
 @pytest.mark.parametrize("lost", ["index.lmdb", "index.lmdb/data.mdb"])
-def test_a_lost_index_is_damage_and_no_build_makes_an_empty_one(tmp_path: Path, path: Path, lost: str) -> None:
+def test_a_lost_index_is_damage_and_no_build_creates_an_empty_one(tmp_path: Path, path: Path, lost: str) -> None:
     shutil.move(path / lost, tmp_path / "elsewhere")
     (damage,) = verify(path).damage
     assert damage.kind == "damaged_cache"
@@ -398,7 +378,7 @@ def test_an_index_that_cannot_be_opened_is_damage(path: Path) -> None:
     assert "cannot be opened" in damage.where
 
 
-def test_no_cache_is_no_verdict(tmp_path: Path) -> None:
+def test_a_folder_without_a_cache_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CacheNotFound):
         verify(tmp_path)
 
@@ -416,58 +396,58 @@ def test_a_check_beside_a_writer_finds_no_damage(tmp_path: Path) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    verdicts = []
+    reports = []
     while not done.is_set():
-        verdicts.append(verify(tmp_path / "cache", deep=True))
+        reports.append(verify(tmp_path / "cache", deep=True))
     writer.join()
-    assert len(verdicts) > 1
-    assert [verdict.damage for verdict in verdicts if not verdict.ok] == []
+    assert len(reports) > 1
+    assert [report.damage for report in reports if not report.ok] == []
 
 
 # With a teacher
 
 
-def test_a_teacher_is_asked_for_every_nth_row_again(path: Path) -> None:
-    verdict = verify(path, teacher=TOY, every=3)
-    assert verdict.ok
-    assert verdict.deep
-    assert verdict.reencoded == 7  # rows 0, 3, ..., 18
-    assert verdict.largest_difference is not None
-    assert verdict.largest_difference <= 1e-4
+def test_every_nth_row_is_encoded_again(path: Path) -> None:
+    report = verify(path, teacher=TOY, every=3)
+    assert report.ok
+    assert report.deep
+    assert report.reencoded == 7  # rows 0, 3, ..., 18
+    assert report.largest_difference is not None
+    assert report.largest_difference <= 1e-4
 
 
-def test_about_a_thousand_rows_are_asked_for_unless_told_otherwise(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_about_a_thousand_rows_are_encoded_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verify(path, teacher=TOY).reencoded == 20
     monkeypatch.setattr("teacher_cache.maintenance.check.REENCODED_ROWS", 4)
     assert verify(path, teacher=TOY).reencoded == 4  # every fifth
 
 
-def test_rows_that_the_teacher_says_otherwise_are_named(path: Path) -> None:
-    with TeacherCache.open(path, "a") as cache:  # values and record agree, but they are of other texts
-        publish(cache.space(), 1, said([*TEXTS[8:12], *TEXTS[:4]]), np.ones(8, dtype=bool))
+def test_rows_that_differ_from_the_teacher_are_listed(path: Path) -> None:
+    with TeacherCache.open(path, "a") as cache:  # the digest is right, but the vectors are of other texts
+        commit_vectors(cache.space(), 1, said([*TEXTS[8:12], *TEXTS[:4]]))
     assert verify(path, deep=True).ok
-    verdict = verify(path, teacher=TOY, every=1)
-    (damage,) = verdict.damage
-    assert (damage.kind, damage.rows, verdict.reencoded) == ("teacher", 4, 20)
+    report = verify(path, teacher=TOY, every=1)
+    (damage,) = report.damage
+    assert (damage.kind, damage.rows, report.reencoded) == ("teacher", 4, 20)
     assert "4 of 20 rows differ" in damage.where
     assert damage.where.endswith("row 12, 13, 14, 15")
-    assert verdict.largest_difference is not None
-    assert verdict.largest_difference > 0.5
+    assert report.largest_difference is not None
+    assert report.largest_difference > 0.5
 
 
-def test_a_teacher_that_now_says_nan_does_not_agree(tmp_path: Path) -> None:
+def test_nan_from_the_teacher_is_a_difference(tmp_path: Path) -> None:
     built(tmp_path, ["fine", "nan now"], teacher=Fickle.options())
     Fickle.broken = True
     try:
-        verdict = verify(tmp_path / "cache", teacher=Fickle.options())
+        report = verify(tmp_path / "cache", teacher=Fickle.options())
     finally:
         Fickle.broken = False
-    assert [(damage.kind, damage.rows) for damage in verdict.damage] == [("teacher", 1)]
-    assert verdict.largest_difference == pytest.approx(0, abs=1e-6)
+    assert [(damage.kind, damage.rows) for damage in report.damage] == [("teacher", 1)]
+    assert report.largest_difference == pytest.approx(0, abs=1e-6)
 
 
 class Fickle(Variant):
-    """Gives NaN for some texts once it is broken."""
+    """Returns NaN for some texts once `broken` is set."""
 
     broken = False
 
@@ -478,7 +458,7 @@ class Fickle(Variant):
         return encoded
 
 
-def test_another_teacher_is_refused_by_the_field_in_which_it_differs(path: Path) -> None:
+def test_the_error_for_another_teacher_names_the_field_that_differs(path: Path) -> None:
     with pytest.raises(SpaceMismatch, match=r"differs in prompt: wanted 'query: ', cached ''"):
         verify(path, teacher=TeacherOptions(model="toy", prompt="query: "))
 
@@ -495,14 +475,14 @@ def test_only_the_space_of_the_teacher_is_compared(tmp_path: Path) -> None:
     assert verify(tmp_path / "cache", teacher=TeacherOptions(model="toy", dims=8), every=1).reencoded == 7
 
 
-def test_progress_is_told_after_every_shard(path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    verdict = verify(path, deep=True, report=lambda done, total: told.append((done, total)))
-    assert told == [(2, 9), (4, 9), (6, 9), (7, 9), (8, 9), (9, 9)]
-    assert verdict.shards == 9
+def test_progress_is_reported_after_every_shard(path: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    report = verify(path, deep=True, report=lambda done, total: steps.append((done, total)))
+    assert steps == [(2, 9), (4, 9), (6, 9), (7, 9), (8, 9), (9, 9)]
+    assert report.shards == 9
 
 
-def test_an_index_that_was_cut_short_is_damage_and_no_crash(tmp_path: Path) -> None:
+def test_a_truncated_index_is_damage_and_no_crash(tmp_path: Path) -> None:
     built(tmp_path, numbered(3000))
     data = tmp_path / "cache/index.lmdb/data.mdb"
     os.truncate(data, data.stat().st_size // 2)
@@ -513,7 +493,7 @@ def test_an_index_that_was_cut_short_is_damage_and_no_crash(tmp_path: Path) -> N
     assert verify(tmp_path / "cache", deep=True).ok
 
 
-def test_pages_of_the_index_that_lmdb_finds_damaged_are_damage_and_no_crash(tmp_path: Path) -> None:
+def test_damaged_pages_of_the_index_are_damage_and_no_crash(tmp_path: Path) -> None:
     built(tmp_path, numbered(3000))
     data = tmp_path / "cache/index.lmdb/data.mdb"
     pages = bytearray(data.read_bytes())
@@ -525,7 +505,7 @@ def test_pages_of_the_index_that_lmdb_finds_damaged_are_damage_and_no_crash(tmp_
 
 
 def test_rows_of_damaged_shards_are_not_compared_with_the_teacher(path: Path) -> None:
-    vectors(path, 1).unlink()
+    vector_shard(path, 1).unlink()
     flip(path / TEXT_ARRAY / "c/2", 20)
     report = verify(path, teacher=TOY, every=1)
     assert sorted(damage.kind for damage in report.damage) == ["damaged_shard", "missing_shard"]
