@@ -1,24 +1,23 @@
-"""Does a cache keep what it promised? Builds that are killed at any moment, and files that are damaged.
+"""Crash safety: builds that are killed at any moment, and files that are damaged.
 
     python benchmarks/crash.py [--kills 100] [--quick] [--seed N] [--json FILE]
 
-Kills: real builds (toy teacher, shards of 64 rows, so that files are written and transactions committed all the
-time) end with SIGKILL: at a random time; before or after the k-th fsync or rename; at a random moment inside the
-k-th writing of a shard or the k-th LMDB commit. Each build notes what it is about to commit and what it has
-committed in a log that outlives it. After every kill:
+Kills: builds (toy teacher, shards of 64 rows, so that files are written and transactions committed all the time) end
+with SIGKILL: at a random time, before or after the k-th fsync or rename, or at a random moment in the k-th write of a
+shard or the k-th LMDB commit. Each build logs what it is about to commit and what it has committed. After every kill:
 
-- `verify --deep` finds nothing;
-- what was committed is there, and whatever was there before is there still, bit for bit;
-- nothing is visible whose commit had not begun; every vector is the teacher's for its text, every corpus the
-  rows of its texts.
+- `verify --deep` finds no damage;
+- what was committed is in the cache, and what was in it before still is, bit for bit;
+- nothing is visible whose commit had not begun; every vector is the teacher's for its text, every corpus has the rows
+  of its texts.
 
-A build that got through is compared with one that was never killed; then the next begins with a new cache.
+A finished build is compared with one that was never killed; the next starts with a new cache.
 
-Damage: a flipped byte, a truncated shard, a deleted shard, a swapped pair of shards, an injected NaN, a deleted
-index; in every number format. Each has to be found by `verify`, mended by `repair` or `reindex`, and the vectors
-have to be what they were after one more build.
+Damage: a flipped byte, a truncated shard, a deleted shard, a swapped pair of shards, an injected NaN, a deleted index,
+in every encoding. `verify` has to find each, `repair` or `reindex` has to repair it, and after one more build the
+vectors have to be the same as before.
 
-The last line is how many kills there were and how many rows were lost; 1 is returned if anything went wrong.
+The last line has the number of kills and of lost rows. The exit code is 1 if anything went wrong.
 """
 
 import argparse
@@ -53,17 +52,17 @@ from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
 
-# Texts of one corpus, and corpora of one cache; neighbours share half of their texts.
+# Texts of a corpus, and corpora of a cache; consecutive corpora share half of their texts.
 TEXTS = 400
 CORPORA = 4
 POINTS = ("time", "before fsync", "after fsync", "before rename", "after rename", "in shard", "in commit")
 LONGEST_LIST = 20
-# How many of a build's first calls a kill may wait for: few, so that a build is killed often before it ends.
+# A kill happens at one of the first N calls of a build, so that a build is killed often before it ends.
 FIRST_CALLS = {"fsync": 24, "rename": 16, "shard": 8, "commit": 8, "": 1}
 
 
 def texts_of(corpus: int) -> list[str]:
-    """Different texts of different lengths, with some that come twice."""
+    """Texts of different lengths, some of them twice."""
     first = corpus * TEXTS // 2
     texts = [f"text {number}" + " and more" * (number % 5) for number in range(first, first + TEXTS)]
     return [*texts, *texts[::7]]
@@ -76,11 +75,11 @@ def write_corpora(folder: Path) -> list[Path]:
     return paths
 
 
-# The process that is killed
+# The killed process
 
 
-class Death:
-    """Kills this process at the `at`-th call of a kind, or at a moment inside it."""
+class Killer:
+    """Kills this process at the `at`-th call of a kind, or during it."""
 
     def __init__(self, point: str, at: int, seed: int) -> None:
         self.where, _, self.what = point.partition(" ")
@@ -90,81 +89,81 @@ class Death:
         self.took = 0.001
 
     def around(self, what: str, call: Callable[[], Any]) -> Any:
-        """Make a call that may be this process's last."""
+        """Make a call, and kill the process before, in or after it if its turn has come."""
         if what != self.what:
             return call()
         self.calls += 1
         if self.calls == self.at:
             if self.where == "before":
-                die()
-            if self.where == "in":  # so long after its start as the call before took at most
-                threading.Timer(self.draw.uniform(0, self.took), die).start()
+                kill_self()
+            if self.where == "in":  # within the time that the call before took
+                threading.Timer(self.draw.uniform(0, self.took), kill_self).start()
         started = time.perf_counter()
         result = call()
         self.took = time.perf_counter() - started
         if self.calls == self.at:
-            die()
+            kill_self()
         return result
 
 
-def die() -> None:
+def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def build_until_death(corpus: str, cache: str, log: str, storage: str, point: str, at: int, seed: int) -> None:
-    """A build that notes its commits in `log` and ends as it is told to."""
-    sys.setswitchinterval(1e-4)  # a timer has to come in time
-    logging.getLogger("teacher_cache").setLevel(logging.ERROR)  # that it takes the lock over goes without saying
+def killed_build(corpus: str, cache: str, log: str, storage: str, point: str, at: int, seed: int) -> None:
+    """Run a build that logs its commits and is killed at a point."""
+    sys.setswitchinterval(1e-4)  # so that timers are on time
+    logging.getLogger("teacher_cache").setLevel(logging.ERROR)  # no warnings about the lock of the killed process
     build_module.BATCH_ROWS = 16
     build_module.READ_RECORDS = 50
     build_module.COMMIT_SECONDS = 0.02
     texts_module.PUBLISHED_ROWS = 2 * SHARD_ROWS
-    death = Death(point, at, seed)
+    killer = Killer(point, at, seed)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     fsync, replace, commit, write_shard = os.fsync, os.replace, Index.commit, ShardedArray.write_shard
 
-    def note(**what: Any) -> None:
+    def log_event(**what: Any) -> None:
         os.write(handle, json.dumps(what).encode() + b"\n")
 
-    def noted_commit(self: Index, changes: Any, **keys: Any) -> None:
+    def logged_commit(self: Index, changes: Any, **keys: Any) -> None:
         changes = list(changes)
-        note(commit="begins", changes=[told for change in changes if (told := _told(change))])
-        death.around("commit", lambda: commit(self, changes, **keys))
-        note(commit="ended")
+        log_event(commit="begins", changes=[logged for change in changes if (logged := _logged(change))])
+        killer.around("commit", lambda: commit(self, changes, **keys))
+        log_event(commit="ended")
 
-    def noted_shard(self: ShardedArray, *arguments: Any) -> Any:
-        note(shard="begins")
-        receipt = death.around("shard", lambda: write_shard(self, *arguments))
-        note(shard="ended")
+    def logged_shard(self: ShardedArray, *arguments: Any) -> Any:
+        log_event(shard="begins")
+        receipt = killer.around("shard", lambda: write_shard(self, *arguments))
+        log_event(shard="ended")
         return receipt
 
-    os.fsync = lambda file: death.around("fsync", lambda: fsync(file))  # type: ignore[assignment]
-    os.replace = lambda *names: death.around("rename", lambda: replace(*names))
-    Index.commit = noted_commit  # type: ignore[method-assign]
-    ShardedArray.write_shard = noted_shard  # type: ignore[assignment, method-assign]
-    note(build="begins")
+    os.fsync = lambda file: killer.around("fsync", lambda: fsync(file))  # type: ignore[assignment]
+    os.replace = lambda *names: killer.around("rename", lambda: replace(*names))
+    Index.commit = logged_commit  # type: ignore[method-assign]
+    ShardedArray.write_shard = logged_shard  # type: ignore[assignment, method-assign]
+    log_event(build="begins")
     TeacherCache.open(cache, "a", shard_rows=SHARD_ROWS).close()
     build(Corpus.open(corpus), TOY, cache, storage=storage)
 
 
-def _told(change: Change) -> list[str] | None:
-    """What a log keeps of a change: enough to know a shard record, a space or a corpus again."""
+def _logged(change: Change) -> list[str] | None:
+    """A shard record or corpus for the log; None for other changes."""
     if change.value is None or change.database not in ("shards", "corpora"):
         return None
     return [change.database, change.key.hex(), change.value.hex()]
 
 
-# What is seen after a kill
+# After a kill
 
 
 @dataclass
 class Log:
-    """What a killed build has noted.
+    """The log of the killed builds of one cache.
 
     Attributes:
-        begun: what commits were about to give each key of the index, in order.
-        ended: place in that order of what the last commit that ended gave it.
-        inside: "shard" or "commit" if the last build died in one.
+        begun: values that commits were about to write under each key of the index, in order.
+        ended: place in that order of the value of the last commit that ended.
+        inside: "shard" or "commit" if the last build was killed in one.
     """
 
     begun: dict[tuple[str, str], list[str]] = field(default_factory=dict)
@@ -174,7 +173,7 @@ class Log:
     _open: list[list[str]] = field(default_factory=list)
 
     def follow(self, path: Path) -> None:
-        """Read on from where the last kill was."""
+        """Read the lines written since the last call."""
         self.inside = ""
         lines = path.read_bytes()[self.read :] if path.exists() else b""
         self.read += len(lines)
@@ -191,7 +190,7 @@ class Log:
 
 
 class Watch:
-    """What one cache has shown so far; every kill is followed by a look at it."""
+    """Checks one cache after every kill."""
 
     def __init__(self, cache: Path, log: Path) -> None:
         self.cache = cache
@@ -201,25 +200,25 @@ class Watch:
         self.faults: list[str] = []
         self.lost = 0
 
-    def look(self, expected: Vectors) -> None:
-        """Compare what is visible with what was promised; faults are told and counted."""
+    def check(self, expected: Vectors) -> None:
+        """Compare what is visible with what was committed; adds to `faults` and `lost`."""
         self.log.follow(self.log_path)
         try:
-            verdict = verify(self.cache, deep=True)
+            report = verify(self.cache, deep=True)
         except CacheNotFound:
             if self.log.ended:
-                self.faults.append("a cache that held something is gone")
+                self.faults.append("a cache with committed values is missing")
             return
-        if not verdict.ok:
-            self.faults += [f"{damage.kind}: {damage.where}" for damage in verdict.damage]
-            self.lost += sum(damage.rows for damage in verdict.damage)
+        if not report.ok:
+            self.faults += [f"{damage.kind}: {damage.where}" for damage in report.damage]
+            self.lost += sum(damage.rows for damage in report.damage)
             return
         with TeacherCache.open(self.cache) as cache:
             visible = _visible(cache)
             for key, place in self.log.ended.items():
-                # A commit that was cut off later may have come through all the same.
+                # A later commit that was killed may still have been written.
                 if visible.get(key) not in self.log.begun[key][place:]:
-                    self.faults.append(f"what was committed under {key[0]} {bytes.fromhex(key[1])!r} is not there")
+                    self.faults.append(f"what was committed under {key[0]} {bytes.fromhex(key[1])!r} is missing")
                     self.lost += 1
             for key, value in visible.items():
                 if value not in self.log.begun.get(key, ()):
@@ -227,8 +226,10 @@ class Watch:
             now = vectors_of(cache)
             gone = [text for text, vector in self.vectors.items() if now.get(text) != vector]
             self.lost += len(gone)
-            self.faults += [f"the vector of {text!r} was there and is not, or is another" for text in gone]
-            self.faults += [f"the vector of {text!r} is not its own" for text in now if now[text] != expected[text]]
+            self.faults += [f"the vector of {text!r} is lost or has changed" for text in gone]
+            self.faults += [
+                f"the vector of {text!r} is not the teacher's" for text in now if now[text] != expected[text]
+            ]
             for name in cache.corpora():
                 texts = cache.texts(cache.corpus(name).rows[:, 0])
                 if texts != texts_of(int(name.rpartition("-")[2])):
@@ -237,7 +238,7 @@ class Watch:
 
 
 def _visible(cache: TeacherCache) -> dict[tuple[str, str], str]:
-    """Shard records and corpora of the index, as a log tells them."""
+    """Shard records and corpora of the index, as in the log."""
     names = ["texts/text", "texts/keys", *(record.array_name for record in cache.space_records().values())]
     found = {("corpora", name.encode().hex()): data.hex() for name, data in cache.index.records("corpora").items()}
     for name in names:
@@ -252,12 +253,12 @@ def _visible(cache: TeacherCache) -> dict[tuple[str, str], str]:
 
 @dataclass
 class Tally:
-    """What came of the kills.
+    """The result of all kills.
 
     Attributes:
-        points: kills by where they were aimed at.
-        inside: kills that hit the writing of a shard or a commit, as the builds' own notes tell.
-        builds: that got through after kills and were compared with one that was never killed.
+        points: kills by the point they were aimed at.
+        inside: kills that hit the write of a shard or a commit, by the logs.
+        builds: builds that ended after kills and were compared with one that was never killed.
     """
 
     kills: int = 0
@@ -269,13 +270,13 @@ class Tally:
 
 
 def child(corpus: Path, cache: Path, log: Path, storage: str, point: str, at: int, seed: int) -> list[str]:
-    """The command of a build that is to be killed."""
+    """The command of a build that kills itself at a point."""
     arguments = [str(corpus), str(cache), str(log), storage, point, str(at), str(seed)]
     return [sys.executable, str(Path(__file__).resolve()), "--child", *arguments]
 
 
 def run_child(command: list[str], log: Path, after: float | None) -> int:
-    """Run a build, kill it `after` so many seconds of its work if it is not to kill itself; its return code."""
+    """Run a build and return its exit code; kill it `after` seconds of work unless it kills itself."""
     size = log.stat().st_size if log.exists() else 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         if after is not None:
@@ -287,13 +288,13 @@ def run_child(command: list[str], log: Path, after: float | None) -> int:
 
 
 def reference(folder: Path, corpora: list[Path], storage: str) -> tuple[Path, float]:
-    """A cache that was never killed, and how long one of its builds took."""
+    """A cache whose builds were not killed, and the seconds of one build."""
     cache = folder / f"whole-{storage}"
     started = time.perf_counter()
     for corpus in corpora:
         code = run_child(child(corpus, cache, folder / "whole.log", storage, "never", 0, 0), folder / "whole.log", None)
         if code:
-            raise SystemExit(f"a build that nobody killed ended with {code}")
+            raise SystemExit(f"a build that was not killed ended with {code}")
     return cache, (time.perf_counter() - started) / len(corpora)
 
 
@@ -323,7 +324,7 @@ def kill_builds(folder: Path, kills: int, seed: int, say: Callable[[str], None])
                 if code not in (0, -signal.SIGKILL):
                     watch.faults.append(f"a build ended with {code}")
                     done = True
-                watch.look(expected["vectors"])
+                watch.check(expected["vectors"])
                 if code == -signal.SIGKILL:
                     tally.kills += 1
                     tally.points[point] += 1
@@ -331,7 +332,7 @@ def kill_builds(folder: Path, kills: int, seed: int, say: Callable[[str], None])
                     say(f"{tally.kills} kills, {tally.lost + watch.lost} rows lost")
         tally.builds += 1
         if contents(cache) != expected:
-            watch.faults.append("a build that was killed and went on is not one that was never killed")
+            watch.faults.append("a build that was killed and resumed differs from one that was never killed")
         tally.lost += watch.lost
         tally.faults += watch.faults
         shutil.rmtree(cache)
@@ -342,7 +343,7 @@ def kill_builds(folder: Path, kills: int, seed: int, say: Callable[[str], None])
 def main() -> int:
     if sys.argv[1:2] == ["--child"]:
         corpus, cache, log, storage, point, at, seed = sys.argv[2:]
-        build_until_death(corpus, cache, log, storage, point, int(at), int(seed))
+        killed_build(corpus, cache, log, storage, point, int(at), int(seed))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
@@ -365,20 +366,20 @@ def main() -> int:
         print(f"| {point} | {tally.points[point]} |")
     for inside, times in sorted(tally.inside.items()):
         print(f"| hit: {'elsewhere' if inside == 'elsewhere' else f'inside a {inside}'} | {times} |")
-    print("\n| format | damage | found as | by | mended by | rows encoded again | as before |")
+    print("\n| format | damage | found as | by | repaired by | rows encoded again | as before |")
     print("|---|---|---|---|---|---|---|")
     for outcome in outcomes:
         depth = "verify" if outcome.quick else "verify --deep"
         print(
             f"| {outcome.storage} | {outcome.damage} | {', '.join(outcome.found) or 'NOT FOUND'} | {depth} | "
-            f"{outcome.mended_by} | {outcome.encoded} | {'yes' if outcome.same else 'NO'} |"
+            f"{outcome.repaired_by} | {outcome.encoded} | {'yes' if outcome.same else 'NO'} |"
         )
     print()
     for fault in tally.faults[:LONGEST_LIST]:
         print(f"FAULT: {fault}")
-    mended = sum(outcome.ok for outcome in outcomes)
-    print(f"{tally.builds} builds went on after kills and are those that were never killed")
-    print(f"{mended} of {len(outcomes)} damages found and mended")
+    repaired = sum(outcome.ok for outcome in outcomes)
+    print(f"{tally.builds} builds resumed after kills and equal those that were never killed")
+    print(f"{repaired} of {len(outcomes)} damages found and repaired")
     if options.json:
         record = {
             "kills": tally.kills,
@@ -391,7 +392,7 @@ def main() -> int:
         }
         options.json.write_text(json.dumps(record, indent=2))
     print(f"{tally.kills} kills, {tally.lost} rows lost")
-    return int(bool(tally.faults) or tally.lost > 0 or mended < len(outcomes))
+    return int(bool(tally.faults) or tally.lost > 0 or repaired < len(outcomes))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files of a cache, damaged in every way that disks and people know, and mended again; `crash.py` runs it."""
+"""Damages files of a cache in many ways and repairs them; `crash.py` runs it."""
 
 import os
 import random
@@ -38,7 +38,7 @@ def vectors_of(cache: TeacherCache) -> Vectors:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """Everything that a reader sees, in row order."""
+    """Texts, vectors and corpora that a reader sees."""
     with TeacherCache.open(path) as cache:
         return {
             "texts": cache.texts(np.arange(cache.rows)),
@@ -53,7 +53,7 @@ def shard_file(cache: Path, number: int) -> Path:
 
 
 def flip_byte(cache: Path, draw: random.Random) -> None:
-    _flip(shard_file(cache, 2), draw, SHARD_ROWS * 32)  # which is inside the values in every format
+    _flip(shard_file(cache, 2), draw, SHARD_ROWS * 32)  # among the values, in every encoding
 
 
 def truncate(cache: Path, draw: random.Random) -> None:
@@ -73,7 +73,7 @@ def swap(cache: Path, draw: random.Random) -> None:
 
 
 def inject_nan(cache: Path, draw: random.Random) -> None:
-    """With good checksums, as a faulty writer would."""
+    """Write NaN with valid checksums, as a faulty writer would."""
     with TeacherCache.open(cache) as opened:
         view = opened.space()
         rows = np.arange(2 * SHARD_ROWS, 3 * SHARD_ROWS)
@@ -98,7 +98,7 @@ def flip_key(cache: Path, draw: random.Random) -> None:
     _flip(cache / "texts/keys/c/2/0", draw, SHARD_ROWS * 16)
 
 
-def change_list(cache: Path, draw: random.Random) -> None:
+def change_manifest(cache: Path, draw: random.Random) -> None:
     (file,) = (cache / "corpora/corpus-1").glob("rows-*.npy")
     rows = np.load(file)
     rows[draw.randrange(len(rows))] = 0
@@ -119,31 +119,31 @@ DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
     "injected NaN": inject_nan,
     "deleted index": delete_index,
 }
-# Of arrays that are the same in every format of the vectors.
+# Damage to arrays that are the same in every encoding of the vectors.
 OTHER_DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
     "flipped byte in texts": flip_text,
     "deleted shard of texts": delete_texts,
     "flipped byte in keys": flip_key,
-    "changed row list": change_list,
+    "changed manifest": change_manifest,
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one damage.
+    """The result of one damage and its repair.
 
     Attributes:
-        found: kinds that `verify` named; by a quick check, where that is enough.
-        quick: whether it is.
-        encoded: rows that the build after the repair had to ask for.
-        same: the cache is what it was before the damage.
+        found: kinds that `verify` reported; of a quick check, if it found the damage.
+        quick: whether a quick check found it.
+        encoded: rows that the build after the repair encoded.
+        same: the cache is the same as before the damage.
     """
 
     storage: str
     damage: str
     found: list[str]
     quick: bool
-    mended_by: str
+    repaired_by: str
     encoded: int
     same: bool
 
@@ -153,10 +153,10 @@ class Outcome:
 
 
 def damage_caches(wholes: dict[str, Path], corpora: list[Path], seed: int) -> list[Outcome]:
-    """Every damage in every format.
+    """Every damage in every encoding.
 
     Args:
-        wholes: a sound cache of the corpora for every format; they stay sound.
+        wholes: an intact cache of the corpora for every encoding; they are copied.
     """
     draw = random.Random(seed)
     outcomes = []
@@ -166,20 +166,20 @@ def damage_caches(wholes: dict[str, Path], corpora: list[Path], seed: int) -> li
             cache = whole.with_name("damaged-cache")
             shutil.copytree(whole, cache)
             damage(cache, draw)
-            outcomes.append(_mend(cache, corpora, storage, name, before))
+            outcomes.append(_repair(cache, corpora, storage, name, before))
             shutil.rmtree(cache)
     return outcomes
 
 
-def _mend(cache: Path, corpora: list[Path], storage: str, name: str, before: dict[str, Any]) -> Outcome:
+def _repair(cache: Path, corpora: list[Path], storage: str, name: str, before: dict[str, Any]) -> Outcome:
     quick = verify(cache)
     found = verify(cache, deep=True) if quick.ok else quick
     if (cache / INDEX).exists():
-        mended_by, ok = "repair", repair(cache).ok
+        repaired_by, ok = "repair", repair(cache).ok
     else:
-        mended_by, ok = "reindex", reindex(cache).ok
+        repaired_by, ok = "reindex", reindex(cache).ok
     ok = ok and verify(cache, deep=True).ok
     encoded = sum(build(Corpus.open(corpus), TOY, cache).encoded for corpus in corpora)
     same = ok and verify(cache, deep=True, teacher=TOY).ok and contents(cache) == before
     kinds = sorted({damage.kind for damage in found.damage})
-    return Outcome(storage, name, kinds, not quick.ok, mended_by, encoded, same)
+    return Outcome(storage, name, kinds, not quick.ok, repaired_by, encoded, same)

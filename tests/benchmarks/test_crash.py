@@ -41,13 +41,13 @@ def test_kills_inside_writes_and_commits_lose_nothing_and_show_nothing_half_done
     shown = []
     for point, at in MOMENTS:
         assert killed(corpus, watch, "float16", point, at) == -signal.SIGKILL
-        watch.look(expected["vectors"])  # type: ignore[arg-type]
+        watch.check(expected["vectors"])  # type: ignore[arg-type]
         assert (watch.faults, watch.lost) == ([], 0)
         shown.append(len(watch.vectors))
     assert shown == sorted(shown)
     assert 0 < shown[-1] < crash.TEXTS
     assert killed(corpus, watch, "float16", "never", 0) == 0
-    watch.look(expected["vectors"])  # type: ignore[arg-type]
+    watch.check(expected["vectors"])  # type: ignore[arg-type]
     assert watch.faults == []
     assert damage.contents(watch.cache) == expected
 
@@ -57,13 +57,13 @@ def test_a_loss_would_be_seen(tmp_path: Path) -> None:
     watch = crash.Watch(tmp_path / "cache", tmp_path / "log")
     assert killed(corpus, watch, "float16-raw", "never", 0) == 0
     expected = whole(tmp_path, corpus, "float16-raw")["vectors"]
-    watch.look(expected)  # type: ignore[arg-type]
+    watch.check(expected)  # type: ignore[arg-type]
     assert watch.faults == []
     damage.delete(watch.cache, random.Random(0))
-    watch.look(expected)  # type: ignore[arg-type]
+    watch.check(expected)  # type: ignore[arg-type]
     assert watch.lost == damage.SHARD_ROWS
     repair(watch.cache)
-    watch.look(expected)  # type: ignore[arg-type]
+    watch.check(expected)  # type: ignore[arg-type]
     assert watch.lost == damage.SHARD_ROWS + 1 + damage.SHARD_ROWS  # the record, and each of its rows
 
 
