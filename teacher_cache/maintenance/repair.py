@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from teacher_cache.building.build import READ_RECORDS
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.corpus.sources import MEMORY, STDIN
 from teacher_cache.errors import CacheNotFound, DamagedCache, KnownError
 from teacher_cache.maintenance.check import Check, Damage
 from teacher_cache.maintenance.metadata import restore_metadata
-from teacher_cache.maintenance.walk import READ_RECORDS, domain_fault, key_matrix, read_shard
+from teacher_cache.maintenance.walk import domain_fault, key_matrix, read_shard
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.files import make_folder, sync_folder
 from teacher_cache.storage.index import Change, ShardRecord, shard_key

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from teacher_cache.building.build import READ_RECORDS
 from teacher_cache.corpus.corpus import Fingerprint
 from teacher_cache.errors import DamagedCache
 from teacher_cache.storage.chunks import Rows
@@ -22,8 +23,6 @@ from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY, TextTable
 from teacher_cache.table.view import SpaceRecord, SpaceView
 from teacher_cache.text_key import KEY_BYTES, text_keys
 
-# Records of a corpus read at a time.
-READ_RECORDS = 8192
 # Largest difference from length 1: rounding in the teacher's own normalization, and in two encodings, because a vector
 # may have been converted.
 UNIT_LENGTH = 1e-3 + 2 * max(encoding.max_norm_error for encoding in ENCODINGS.values())
