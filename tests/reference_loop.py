@@ -1,4 +1,4 @@
-"""What a run means, in one plain loop: the oracle for `DistillTrainer`. It knows no Trainer."""
+"""A plain training loop without Trainer, the reference for `DistillTrainer`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,15 +28,15 @@ def train(
     rho: float | None,
     adaptive: bool = True,
     every: int = 1,
-    climb: Callable[[StudentOutput, TeacherTargets], torch.Tensor] | None = None,
-    climb_views: int | None = None,
+    ascent_loss: Callable[[StudentOutput, TeacherTargets], torch.Tensor] | None = None,
+    ascent_views: int | None = None,
 ) -> list[dict[str, float]]:
     """Train in place and return each step's terms.
 
     Args:
-        rho: of SAM, or with `adaptive` of ASAM under T = |w|; one ascent a micro-batch, in every `every`-th step.
-        climb: what the ascent climbs in place of the loss.
-        climb_views: views that the first pass encodes for it; the terms are then the second pass's.
+        rho: of SAM, or with `adaptive` of ASAM under T = |w|; one ascent per micro-batch, in every `every`-th step.
+        ascent_loss: ascended instead of the loss.
+        ascent_views: views that the first pass encodes for it; the returned terms are then those of the second pass.
     """
     heads = list(objective.parameters())
     groups = [{"params": list(student.parameters()), "lr": learning_rate}]
@@ -45,7 +45,7 @@ def train(
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay)
     weights = [*student.parameters(), *heads]
 
-    def said(batch: dict[str, torch.Tensor], views: int | None = None) -> tuple[StudentOutput, TeacherTargets]:
+    def encode(batch: dict[str, torch.Tensor], views: int | None = None) -> tuple[StudentOutput, TeacherTargets]:
         rows = None if views is None else views * len(batch["vectors"])
         ids, mask = batch["input_ids"][:rows], batch["attention_mask"][:rows]
         output = StudentOutput(student(ids, mask), views=len(ids) // len(batch["vectors"]))  # one forward for all
@@ -69,22 +69,22 @@ def train(
             means: dict[str, float] = {}
             for batch in now:
                 ascends = rho is not None and done % every == 0
-                output, targets = said(batch, climb_views if ascends else None)
+                output, targets = encode(batch, ascent_views if ascends else None)
                 logged = objective(output, targets)
                 loss = sum(logged.values(), start=torch.zeros(()))
                 originals = [weight.detach().clone() for weight in weights]
                 if rho is not None and ascends:
-                    climbed = loss if climb is None else climb(output, targets)
-                    gradients = torch.autograd.grad(climbed, weights, allow_unused=True)
+                    ascended = loss if ascent_loss is None else ascent_loss(output, targets)
+                    gradients = torch.autograd.grad(ascended, weights, allow_unused=True)
                     t = [w.abs() if adaptive else torch.ones_like(w) for w in originals]
                     scaled = [s * (0 if g is None else g) for s, g in zip(t, gradients, strict=True)]
                     norm = torch.cat([s.flatten() for s in scaled]).norm()
                     with torch.no_grad():  # eps = rho * T^2 g / ||T g||
                         for weight, scale, s in zip(weights, t, scaled, strict=True):
                             weight += rho * scale * s / (norm + 1e-12)
-                    found = objective(*said(batch))
+                    found = objective(*encode(batch))
                     loss = sum(found.values(), start=torch.zeros(()))
-                    logged = logged if climb_views is None else found
+                    logged = logged if ascent_views is None else found
                 for name, term in logged.items():
                     means[name] = means.get(name, 0.0) + term.item() / len(now)
                 (loss / len(now)).backward()

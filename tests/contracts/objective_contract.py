@@ -1,4 +1,4 @@
-"""What every objective must keep; a method's test class inherits it."""
+"""Tests that every objective must pass; the test class of a method inherits them."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ TEACHER_LENGTHS = torch.tensor([9, 5, 9, 8, 4, 5])
 
 
 def tokens(lengths: Tensor, dim: int, seed: int, *, left: bool, maps: int, importance: bool) -> TokenStates:
-    """Random token states of texts with that many tokens, the first and last of each special."""
+    """Random token states of texts with these lengths; the first and last token of each are special."""
     generator = torch.Generator().manual_seed(seed)
     batch, longest = len(lengths), int(lengths.max())
     places = torch.arange(longest).expand(batch, longest)
@@ -47,7 +47,7 @@ def tokens(lengths: Tensor, dim: int, seed: int, *, left: bool, maps: int, impor
 
 
 def one_to_one(student: TokenStates, teacher: TokenStates) -> Tensor:
-    """The k-th token of one text with the k-th of the other; the last ones of the longer text have none."""
+    """Alignment of the k-th tokens of both; the last tokens of the longer text have none."""
     batch = len(student.mask)
     alignment = torch.zeros(batch, student.mask.shape[1], teacher.mask.shape[1])
     for text in range(batch):
@@ -58,7 +58,7 @@ def one_to_one(student: TokenStates, teacher: TokenStates) -> Tensor:
 
 
 class ObjectiveContract(ABC):
-    """Inherit it and say how the objective is made and which pooled states it reads."""
+    """Subclass it with a function that creates the objective, and the pooled states that it reads."""
 
     name: str
     # (view, layer) of every pooled state that its loss depends on, for `SHAPE`.
@@ -80,22 +80,22 @@ class ObjectiveContract(ABC):
         return torch.randn(batch, TEACHER_SHAPE.dim, generator=torch.Generator().manual_seed(2))
 
     def student(self, objective: Objective, batch: int = BATCH, states: Tensor | None = None) -> StudentOutput:
-        """Random outputs of the student, with all that the objective asks for."""
+        """Random student output, with everything that the objective needs."""
         needs = objective.needs
         layers = self.states(needs.views, batch) if states is None else states
-        said = None
+        states = None
         if needs.tokens:
-            said = tokens(
+            states = tokens(
                 STUDENT_LENGTHS[:batch], SHAPE.dim, 3, left=False, maps=len(needs.attention), importance=False
             )
-        return StudentOutput(layers, needs.views, said)
+        return StudentOutput(layers, needs.views, states)
 
     def teacher(self, objective: Objective, batch: int = BATCH) -> TeacherTargets:
         needs = objective.needs
         targets = TeacherTargets(self.vectors(batch), TEXT_IDS[:batch])
         if not needs.tokens:
             return targets
-        said = tokens(
+        theirs = tokens(
             TEACHER_LENGTHS[:batch],
             int(TEACHER_SHAPE.token_dim or 0),
             4,
@@ -105,7 +105,7 @@ class ObjectiveContract(ABC):
         )
         mine = self.student(objective, batch).tokens
         assert mine is not None
-        return replace(targets, tokens=said, alignment=one_to_one(mine, said) if needs.alignment else None)
+        return replace(targets, tokens=theirs, alignment=one_to_one(mine, theirs) if needs.alignment else None)
 
     def loss(self, objective: Objective, student: StudentOutput, teacher: TeacherTargets) -> Tensor:
         return torch.stack(list(objective(student, teacher).values())).sum()
@@ -124,12 +124,12 @@ class ObjectiveContract(ABC):
         objective = self.make()
         states = self.states(objective.needs.views, batch=1).requires_grad_()
         loss = self.loss(objective, self.student(objective, 1, states), self.teacher(objective, 1))
-        if loss.requires_grad:  # a loss that only compares texts with each other has nothing to say of one
+        if loss.requires_grad:  # a loss that only compares texts is constant for one text
             loss.backward()
         assert loss.isfinite()
         assert states.grad is None or states.grad.isfinite().all()
 
-    def test_gradients_reach_exactly_the_states_it_uses_and_all_it_owns(self) -> None:
+    def test_gradients_reach_exactly_the_states_it_uses_and_all_its_parameters(self) -> None:
         objective = self.make()
         views = objective.needs.views
         student = self.student(objective)
@@ -154,14 +154,14 @@ class ObjectiveContract(ABC):
         objective = self.make()
         student, teacher = self.student(objective), self.teacher(objective)
         student.layers.requires_grad_()
-        said = [teacher.vectors]
+        targets = [teacher.vectors]
         if student.tokens is not None and teacher.tokens is not None:
             student.tokens.states.requires_grad_()
-            said += [teacher.tokens.states]
-        for tensor in said:
+            targets += [teacher.tokens.states]
+        for tensor in targets:
             tensor.requires_grad_()
         self.loss(objective, student, teacher).backward()
-        assert all(tensor.grad is None for tensor in said)
+        assert all(tensor.grad is None for tensor in targets)
 
     def test_the_order_of_the_batch_does_not_matter(self) -> None:
         objective = self.make()
@@ -200,7 +200,7 @@ class ObjectiveContract(ABC):
         assert torch.equal(loss, self.loss(objective, full, teacher))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_autocast_around_it_changes_neither_loss_nor_gradient(self, dtype: torch.dtype) -> None:
+    def test_autocast_changes_neither_loss_nor_gradient(self, dtype: torch.dtype) -> None:
         objective = self.make()
         plain, mixed = self.student(objective), self.student(objective)
         teacher = self.teacher(objective)
@@ -242,15 +242,15 @@ class ObjectiveContract(ABC):
             assert torch.equal(value, both[name]), name
 
     def test_every_weight_has_one_name(self) -> None:
-        """A checkpoint keeps one name of each, and a resumed run asks for all."""
+        """A checkpoint stores one name of each weight, and a resumed run needs all names."""
         objective = self.make()
         assert len(list(objective.named_parameters(remove_duplicate=False))) == len(list(objective.parameters()))
 
-    def test_its_projection_leads_from_the_student_to_the_teacher(self) -> None:
+    def test_its_projection_maps_student_to_teacher_width(self) -> None:
         projection = self.make().projection()
         assert projection is None or projection.shape == (TEACHER_SHAPE.dim, SHAPE.dim)
 
-    def test_its_name_in_the_table_leads_to_it(self) -> None:
+    def test_the_table_has_its_name(self) -> None:
         assert load_objective(self.name) is type(self.make())
         assert OBJECTIVES[self.name].startswith("distill.objectives.")
 
@@ -266,16 +266,16 @@ class ObjectiveContract(ABC):
             type(self.make())(SHAPE, TEACHER_SHAPE, warmth=1)
 
 
-def padded(said: TokenStates, before: int, after: int) -> TokenStates:
+def padded(states: TokenStates, before: int, after: int) -> TokenStates:
     """The same tokens with more padding on both sides."""
     pad = torch.nn.functional.pad
     one, two = (before, after), (before, after, before, after)
     return TokenStates(
-        pad(said.states, (0, 0, *one)),
-        pad(said.mask, one),
-        pad(said.special, one),
-        None if said.attention is None else pad(said.attention, two),
-        None if said.importance is None else pad(said.importance, one),
+        pad(states.states, (0, 0, *one)),
+        pad(states.mask, one),
+        pad(states.special, one),
+        None if states.attention is None else pad(states.attention, two),
+        None if states.importance is None else pad(states.importance, one),
     )
 
 

@@ -30,9 +30,9 @@ def test_a_run_folder_is_a_teacher_of_the_next_run(toy_cache: Path, tiny_student
     with TeacherCache.open(tmp_path / "cache") as cache:
         # Named like the run, with the vectors of the exported student.
         assert cache.space().slug.startswith("assistant@")
-        said = cache.space().gather(cache.lookup(texts))
+        cached = cache.space().gather(cache.lookup(texts))
     expected = SentenceTransformer(str(assistant / "final"), device="cpu").encode(texts)
-    assert np.allclose(said, expected, atol=1e-3)
+    assert np.allclose(cached, expected, atol=1e-3)
     second = run(tiny_config(tmp_path / "cache", tiny_student, tmp_path / "second", "corpus=null"))
     record = json.loads((tmp_path / "second" / "run.json").read_text())
     assert (second.steps, record["space"]["teacher"]) == (12, "assistant")

@@ -105,7 +105,7 @@ class TestCDMOfOneWidth(ObjectiveContract):
     def vectors(self, batch: int = 6) -> Tensor:
         return torch.randn(batch, 8, generator=torch.Generator().manual_seed(2))
 
-    def test_its_projection_leads_from_the_student_to_the_teacher(self) -> None:
+    def test_its_projection_maps_student_to_teacher_width(self) -> None:
         projection = self.make().projection()
         assert projection is not None
         assert projection.shape == (8, 5)
@@ -170,8 +170,8 @@ def test_states_read_from_a_half_precision_cache_change_the_loss_by_its_rounding
 
 
 def test_its_alignments_exist() -> None:
-    asked = {CDM(SHAPE, TEACHER_SHAPE, alignment=name).needs.alignment for name in ("dtw_mean", "dtw_strict")}
-    assert asked <= set(METHODS)
+    alignments = {CDM(SHAPE, TEACHER_SHAPE, alignment=name).needs.alignment for name in ("dtw_mean", "dtw_strict")}
+    assert alignments <= set(METHODS)
     assert CDM(SHAPE, TEACHER_SHAPE).needs.alignment == "dtw_mean"
     official: dict[str, Any] = CDM.presets["official"]
     assert CDM(SHAPE, TEACHER_SHAPE, **official).needs.alignment == "dtw_strict"

@@ -1,4 +1,4 @@
-"""The largest eigenvalue is that of the exact Hessian, however it is found."""
+"""Both methods find the largest eigenvalue of the exact Hessian."""
 
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +114,7 @@ def test_differences_leave_the_weights_bit_for_bit_even_after_an_error() -> None
     assert all(torch.equal(parameter, kept) for parameter, kept in zip(model.parameters(), before, strict=True))
 
 
-def test_where_rows_of_zeros_are_scaled_only_differences_have_a_product() -> None:
+def test_only_differences_support_normalized_rows_of_zeros() -> None:
     weight = nn.Parameter(torch.ones(3))
 
     def loss() -> Tensor:
@@ -163,14 +163,14 @@ def test_the_largest_eigenvalue_is_the_algebraic_one(eigenvalues: tuple[float, .
 
 
 @pytest.mark.parametrize("method", [power_iteration, lanczos])
-def test_equal_eigenvalues_of_opposite_sign_do_not_pass_for_convergence(method: Method) -> None:
+def test_equal_eigenvalues_of_opposite_sign_are_not_converged(method: Method) -> None:
     loss, point = quadratic(3.0, -3.0, 1.0, 0.5, 0.1)
     found = method(DoubleBackward(loss, [point]))
     assert found is not None
     assert not found.converged or found.value == pytest.approx(3, rel=0.01)
 
 
-def test_a_method_that_ran_out_of_steps_says_so() -> None:
+def test_a_method_that_ran_out_of_steps_has_not_converged() -> None:
     loss, point = quadratic(*np.linspace(0.99, 1, 60).tolist(), *np.linspace(-1, 0.9, 60).tolist())
     hessian = DoubleBackward(loss, [point])
     power, krylov = power_iteration(hessian, iterations=2), lanczos(hessian, tolerance=1e-9, steps=2)
@@ -194,7 +194,7 @@ def test_a_block_holds_the_other_parameters_fixed() -> None:
     assert found.value == pytest.approx(largest, rel=0.01)
 
 
-def test_parameters_that_the_loss_does_not_bend_along_are_left_out() -> None:
+def test_parameters_with_a_constant_gradient_are_skipped() -> None:
     bent, frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)
     linear, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     loss = bent.pow(4).sum() + frozen.sum() + linear.sum()
@@ -207,7 +207,7 @@ def test_parameters_that_the_loss_does_not_bend_along_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("method", [power_iteration, lanczos])
-def test_a_loss_that_bends_nowhere_has_no_eigenvalue_or_zero(method: Method) -> None:
+def test_a_loss_without_curvature_has_no_eigenvalue_or_zero(method: Method) -> None:
     weight = nn.Parameter(torch.ones(4))
     assert method(DoubleBackward(weight.sum(), [weight])) is None
     assert method(DoubleBackward(torch.tensor(1.0), [weight])) is None
@@ -232,7 +232,7 @@ def test_a_second_derivative_that_is_not_finite_is_an_error(method: Method) -> N
         method(DoubleBackward(weight.abs().pow(1.5).sum(), [weight]))
 
 
-def test_two_estimates_from_one_seed_are_equal_and_leave_the_random_numbers_alone() -> None:
+def test_estimates_with_one_seed_are_equal_and_keep_the_random_state() -> None:
     model, inputs, targets = net()
     hessian = DoubleBackward(nn.functional.mse_loss(model(inputs), targets), model.parameters())
     before = torch.random.get_rng_state()
@@ -241,7 +241,7 @@ def test_two_estimates_from_one_seed_are_equal_and_leave_the_random_numbers_alon
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_weights_and_their_gradients_stay_what_they_were() -> None:
+def test_weights_and_gradients_do_not_change() -> None:
     model, inputs, targets = net()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     hessian = DoubleBackward(nn.functional.mse_loss(model(inputs), targets), model.parameters())

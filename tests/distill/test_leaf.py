@@ -86,8 +86,8 @@ class TestLeafWithDistilBERT(ObjectiveContract):
 
     def teacher(self, objective: Objective, batch: int = 6) -> TeacherTargets:
         """Its tokens are the student's, padded on the other side."""
-        said = tokens(STUDENT_LENGTHS[:batch], 8, 4, left=True, maps=0, importance=False)
-        return replace(super().teacher(objective, batch), tokens=said)
+        given = tokens(STUDENT_LENGTHS[:batch], 8, 4, left=True, maps=0, importance=False)
+        return replace(super().teacher(objective, batch), tokens=given)
 
 
 def test_the_distance_is_squared_only_by_option() -> None:
@@ -136,15 +136,15 @@ def test_the_projection_is_the_bias_free_w_out() -> None:
 # --- The added losses.
 
 
-def internals(said: TokenStates, layers: int, heads: int, head_dim: int, seed: int) -> TokenStates:
+def internals(given: TokenStates, layers: int, heads: int, head_dim: int, seed: int) -> TokenStates:
     """The same tokens with random states of every layer and head, what stands at padding included."""
     generator = torch.Generator().manual_seed(seed)
-    batch, n, dim = said.states.shape
+    batch, n, dim = given.states.shape
     hidden = torch.randn(layers + 1, batch, n, dim, generator=generator)
     scores = torch.randn(layers, batch, heads, n, n, generator=generator)
-    attention = scores.masked_fill(~said.mask[None, :, None, None, :], -torch.inf).softmax(-1)
+    attention = scores.masked_fill(~given.mask[None, :, None, None, :], -torch.inf).softmax(-1)
     values = torch.randn(batch, heads, n, head_dim, generator=generator)
-    return replace(said, states=hidden[-1], internals=Internals(hidden, attention, values))
+    return replace(given, states=hidden[-1], internals=Internals(hidden, attention, values))
 
 
 def student_tokens(lengths: Tensor = LENGTHS) -> TokenStates:
@@ -164,17 +164,17 @@ def added(objective: Leaf, student: TokenStates, teacher: TokenStates) -> dict[s
     return {name: term for name, term in found.items() if name != "leaf"}
 
 
-def texts(said: TokenStates) -> list[dict[str, Array]]:
-    """What was said of each text, without padding, in double precision."""
-    assert said.internals is not None
+def texts(given: TokenStates) -> list[dict[str, Array]]:
+    """What was given of each text, without padding, in double precision."""
+    assert given.internals is not None
     found = []
-    for text, mask in enumerate(said.mask):
+    for text, mask in enumerate(given.mask):
         kept = mask.nonzero()[:, 0]
         found.append(
             {
-                "hidden": said.internals.hidden[:, text][:, kept].double().numpy(),
-                "attention": said.internals.attention[:, text][:, :, kept][..., kept].double().numpy(),
-                "values": said.internals.values[text][:, kept].double().numpy(),
+                "hidden": given.internals.hidden[:, text][:, kept].double().numpy(),
+                "attention": given.internals.attention[:, text][:, :, kept][..., kept].double().numpy(),
+                "values": given.internals.values[text][:, kept].double().numpy(),
             }
         )
     return found
@@ -262,13 +262,13 @@ def test_more_padding_on_either_side_changes_nothing() -> None:
         assert found[name].item() == pytest.approx(term.item(), rel=1e-6), name
 
 
-def wider(said: TokenStates, before: int, after: int) -> TokenStates:
-    pad, inside = torch.nn.functional.pad, said.internals
+def wider(given: TokenStates, before: int, after: int) -> TokenStates:
+    pad, inside = torch.nn.functional.pad, given.internals
     assert inside is not None
     one = (0, 0, before, after)
     two = (before, after, before, after)
     more = Internals(pad(inside.hidden, one, value=5), pad(inside.attention, two), pad(inside.values, one, value=5))
-    return replace(padded(said, before, after), internals=more)
+    return replace(padded(given, before, after), internals=more)
 
 
 def test_values_at_padding_affect_neither_loss_nor_gradient() -> None:
@@ -289,17 +289,17 @@ def test_values_at_padding_affect_neither_loss_nor_gradient() -> None:
         assert tensor.grad.isfinite().all()
 
 
-def spoilt(said: TokenStates) -> TokenStates:
+def spoilt(given: TokenStates) -> TokenStates:
     """NaN at padding; the attention of padding too, which no token pays any."""
-    inside = said.internals
+    inside = given.internals
     assert inside is not None
-    away = ~said.mask
+    away = ~given.mask
     dirty = Internals(
         inside.hidden.masked_fill(away[..., None], math.nan),
         inside.attention.masked_fill(away[:, None, :, None], math.nan),
         inside.values.masked_fill(away[:, None, :, None], math.nan),
     )
-    return replace(said, states=said.states.masked_fill(away[..., None], math.nan), internals=dirty)
+    return replace(given, states=given.states.masked_fill(away[..., None], math.nan), internals=dirty)
 
 
 def test_a_text_that_one_model_truncates_is_skipped() -> None:

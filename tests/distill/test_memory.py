@@ -1,4 +1,4 @@
-"""Low memory: the same weights from fewer kept tensors; word embeddings that stay as they are; 8-bit states."""
+"""Low memory: the same weights with fewer stored tensors; frozen word embeddings; 8-bit states."""
 
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,7 @@ def trained(config: RunConfig) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sharpness", ["none", "asam", "norm-one-view"])
-def test_what_is_computed_again_sees_the_dropout_of_the_first_time(
-    settings: Any, sharpness: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_blocks_use_the_same_dropout(settings: Any, sharpness: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 64)
     name = f"sharpness.name={sharpness}"
     found = trained(settings("low", name, "training.memory=low"))
@@ -75,9 +73,7 @@ def test_without_dropout_low_memory_trains_to_the_default_weights(
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6, msg=key)
 
 
-def test_what_is_computed_again_is_computed_in_the_precision_of_the_first_time(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_blocks_use_the_same_precision(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 64)
     low = ("training.memory=low", "training.precision=bf16", "training.gradient_accumulation_steps=2")
     found = trained(settings("low", *low))
@@ -132,12 +128,12 @@ def kept_bytes(made: Parts) -> int:
     return sum(size for address, size in kept.items() if address not in weights)
 
 
-def test_low_memory_keeps_less(settings: Any) -> None:
+def test_low_memory_stores_less(settings: Any) -> None:
     default, low = (parts(settings(memory, f"training.memory={memory}")) for memory in ("default", "low"))
     assert kept_bytes(low) < kept_bytes(default) / 2
 
 
-def test_of_portions_less_is_kept_than_of_blocks_and_of_a_small_batch_as_much(
+def test_micro_batches_store_less_than_blocks_unless_the_batch_is_small(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = kept_bytes(parts(settings("blocks", "training.arguments.activation_checkpointing=true")))
@@ -146,7 +142,7 @@ def test_of_portions_less_is_kept_than_of_blocks_and_of_a_small_batch_as_much(
     assert kept_bytes(parts(settings("low", "training.memory=low"))) < blocks
 
 
-def test_frozen_word_embeddings_stay_as_they_are(settings: Any) -> None:
+def test_frozen_word_embeddings_do_not_change(settings: Any) -> None:
     made = parts(settings("frozen", "training.freeze_embeddings=true", "sharpness.name=asam"))
     table: Any = made.student.word_embeddings
     before = {name: tensor.clone() for name, tensor in made.student.state_dict().items()}
@@ -172,9 +168,7 @@ def test_an_unknown_memory_is_refused(settings: Any) -> None:
         settings("tiny", "training.memory=tiny")
 
 
-def test_8_bit_states_are_those_of_matrices_and_embedding_tables_keep_exact_ones(
-    settings: Any, wide_student: Path
-) -> None:
+def test_8_bit_states_are_for_matrices_but_not_for_embeddings(settings: Any, wide_student: Path) -> None:
     pytest.importorskip("bitsandbytes")
     made = parts(settings("small", f"student.model={wide_student}", EIGHT_BIT, "training.max_steps=1"))
     trainer = made.trainer()
@@ -189,7 +183,7 @@ def test_8_bit_states_are_those_of_matrices_and_embedding_tables_keep_exact_ones
     assert all(kind == {torch.uint8} for kind in kinds.values())
 
 
-def test_8_bit_states_have_no_momentum_to_follow(settings: Any) -> None:
+def test_msam_is_refused_with_8_bit_states(settings: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"msam needs the optimizer's momentum.*use training\.optim=adamw_torch_fused"
     ):
@@ -200,13 +194,13 @@ def test_8_bit_states_have_no_momentum_to_follow(settings: Any) -> None:
     ("optim", "message"),
     [("adamw_torch_fast", "training arguments are invalid: "), ("galore_adamw", "training.optim=galore_adamw cannot")],
 )
-def test_an_optimiser_that_cannot_be_had_is_refused_in_one_line(settings: Any, optim: str, message: str) -> None:
+def test_an_unavailable_optimizer_is_refused_in_one_line(settings: Any, optim: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refusal:
         parts(settings("other", f"training.optim={optim}")).trainer().train()
     assert "\n" not in str(refusal.value)
 
 
-def test_blocks_that_cannot_be_computed_again_are_refused(settings: Any) -> None:
+def test_a_student_without_activation_checkpointing_is_refused(settings: Any) -> None:
     made = parts(settings("old", "training.memory=low"))
     encoder: Any = made.student.encoder
     encoder.supports_gradient_checkpointing = False
@@ -224,7 +218,7 @@ def test_8_bit_states_without_their_library_name_the_extra(settings: Any, monkey
 
 
 @pytest.mark.parametrize(
-    ("memory", "told", "grow"),
+    ("memory", "environment", "expandable"),
     [
         ("low", "", True),
         ("default", "", False),
@@ -235,16 +229,16 @@ def test_8_bit_states_without_their_library_name_the_extra(settings: Any, monkey
     ],
 )
 @pytest.mark.parametrize("variable", ALLOCATOR_VARIABLES)
-def test_segments_grow_where_memory_is_low_unless_the_environment_says_otherwise(
-    memory: str, told: str, grow: bool, variable: str, monkeypatch: pytest.MonkeyPatch
+def test_segments_are_expandable_with_low_memory_unless_the_environment_sets_it(
+    memory: str, environment: str, expandable: bool, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, told)
-    assert uses_expandable_segments(TrainingConfig(memory=memory)) == grow
+    monkeypatch.setenv(variable, environment)
+    assert uses_expandable_segments(TrainingConfig(memory=memory)) == expandable
 
 
-def test_torch_is_told_to_let_segments_grow_and_keeps_what_it_was_told_before(
+def test_expandable_segments_are_set_in_addition_to_earlier_settings(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = parts(settings("low"))
@@ -252,9 +246,9 @@ def test_torch_is_told_to_let_segments_grow_and_keeps_what_it_was_told_before(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch._C._accelerator_getAllocatorSettings", lambda: "max_split_size_mb:64")
-    told: list[str] = []
-    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", told.append)
+    settings_made: list[str] = []
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", settings_made.append)
     save_memory(made.student, TrainingConfig())
-    assert told == []
+    assert settings_made == []
     save_memory(made.student, TrainingConfig(memory="low"))
-    assert told == ["max_split_size_mb:64,expandable_segments:True"]
+    assert settings_made == ["max_split_size_mb:64,expandable_segments:True"]

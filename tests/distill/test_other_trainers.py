@@ -1,4 +1,4 @@
-"""Every objective trains outside of `DistillTrainer`: in transformers' Trainer and in sentence-transformers'."""
+"""Every objective trains in transformers' Trainer and in that of sentence-transformers."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,7 +172,7 @@ def sentence_trainer(
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_a_loss_in_sentence_transformers_is_the_loss_of_a_run(
+def test_the_loss_in_sentence_transformers_equals_that_of_a_run(
     name: str, pooling: str, tiny_student: Path, cache: TeacherCache
 ) -> None:
     model = sentence_model(tiny_student, pooling=pooling).eval()
@@ -232,7 +232,7 @@ def test_the_second_column_is_the_second_view(tmp_path: Path, tiny_student: Path
             paired(wrong, rows)
 
 
-def test_sharpness_aware_steps_go_with_it(tmp_path: Path, tiny_student: Path, cache: TeacherCache) -> None:
+def test_it_works_with_sharpness_aware_steps(tmp_path: Path, tiny_student: Path, cache: TeacherCache) -> None:
     class SharpTrainer(SharpnessMixin, SentenceTransformerTrainer):
         pass
 
@@ -246,15 +246,13 @@ def test_sharpness_aware_steps_go_with_it(tmp_path: Path, tiny_student: Path, ca
 
 
 @pytest.mark.parametrize(("pooling", "more"), [("max", None), (("mean", "cls"), None), ("mean", Dense(16, 8))])
-def test_a_model_whose_pooled_states_are_not_what_is_trained_is_refused(
-    tiny_student: Path, pooling: Any, more: nn.Module | None
-) -> None:
+def test_an_unsupported_model_is_refused(tiny_student: Path, pooling: Any, more: nn.Module | None) -> None:
     model = sentence_model(tiny_student, *([] if more is None else [more]), pooling=pooling)
     with pytest.raises(StudentError, match="expected"):
         student_shape(model)
 
 
-def test_what_the_space_does_not_keep_is_refused(tiny_student: Path, cache: TeacherCache, toy_cache: Path) -> None:
+def test_a_space_without_token_columns_is_refused(tiny_student: Path, cache: TeacherCache, toy_cache: Path) -> None:
     model = sentence_model(tiny_student)
     objective = made("emo", student_shape(model), cache)
     with TeacherCache.open(toy_cache) as plain, pytest.raises(NeedsNotMet, match="build --columns vectors,tokens"):
@@ -263,7 +261,7 @@ def test_what_the_space_does_not_keep_is_refused(tiny_student: Path, cache: Teac
         CachedLoss(model, objective, cache.space())
 
 
-def test_a_text_that_the_cache_does_not_have_stops_the_training(tiny_student: Path, cache: TeacherCache) -> None:
+def test_a_text_missing_from_the_cache_stops_the_training(tiny_student: Path, cache: TeacherCache) -> None:
     model = sentence_model(tiny_student)
     loss = CachedLoss(model, made("simcse", student_shape(model), cache), cache.space())
     unknown = ["dogs dogs dogs", TEXTS[0]]

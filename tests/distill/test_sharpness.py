@@ -46,7 +46,7 @@ CLOSED_FORMS = [
 
 
 @pytest.mark.parametrize(("scaling", "eta", "gradient_norm", "eps"), CLOSED_FORMS)
-def test_the_ascent_is_the_closed_form(
+def test_the_ascent_equals_the_closed_form(
     scaling: str, eta: float, gradient_norm: float, eps: tuple[float, float]
 ) -> None:
     weight, bias = two_parameters()
@@ -61,7 +61,7 @@ def test_the_ascent_is_the_closed_form(
 
 
 @pytest.mark.parametrize(("scaling", "eta", "gradient_norm", "eps"), CLOSED_FORMS)
-def test_the_second_gradient_is_the_one_at_the_moved_weights(
+def test_the_second_gradient_is_at_the_perturbed_weights(
     scaling: str, eta: float, gradient_norm: float, eps: tuple[float, float]
 ) -> None:
     weight, bias = two_parameters()
@@ -80,7 +80,7 @@ def network() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(("scaling", "eta"), [("none", 0.0), ("abs", 0.0), ("kwon", 0.01)])
-def test_a_network_moves_as_numpy_says_in_double_precision(scaling: str, eta: float) -> None:
+def test_the_ascent_of_a_network_equals_numpy_in_double_precision(scaling: str, eta: float) -> None:
     model, inputs = network(), torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
     before = {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
     gradients = torch.autograd.grad(model(inputs).square().sum(), list(model.parameters()))
@@ -104,7 +104,7 @@ def test_a_network_moves_as_numpy_says_in_double_precision(scaling: str, eta: fl
     scaling=st.sampled_from(["none", "abs", "kwon"]),
     rho=st.floats(1e-3, 10),
 )
-def test_weights_come_back_bit_for_bit(w: np.ndarray[Any, Any], scaling: str, rho: float) -> None:
+def test_weights_are_restored_bit_for_bit(w: np.ndarray[Any, Any], scaling: str, rho: float) -> None:
     weight, bias = nn.Parameter(torch.tensor(w[:3])), nn.Parameter(torch.tensor(w[3:]))
     before = bits([weight, bias])
     sharpness = SharpnessAware(named(weight, bias), scaling=scaling, rho=rho)
@@ -113,7 +113,7 @@ def test_weights_come_back_bit_for_bit(w: np.ndarray[Any, Any], scaling: str, rh
     assert bits([weight, bias]) == before
 
 
-def test_weights_come_back_when_the_block_raises() -> None:
+def test_weights_are_restored_if_the_block_raises() -> None:
     weight, bias = two_parameters()
     before = bits([weight, bias])
     sharpness = SharpnessAware(named(weight, bias), scaling="none", rho=0.5)
@@ -129,7 +129,7 @@ def test_weights_come_back_when_the_block_raises() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_moves_nothing_and_the_block_still_runs(bad: float) -> None:
+def test_a_loss_that_is_not_finite_perturbs_nothing_and_the_block_still_runs(bad: float) -> None:
     weight, bias = two_parameters()
     before = bits([weight, bias])
     sharpness = SharpnessAware(named(weight, bias), scaling="abs", rho=0.5)
@@ -165,7 +165,7 @@ def test_a_grad_scaler_skips_the_step_whose_passes_overflow() -> None:
 
 
 @pytest.mark.parametrize(("scaling", "eta"), [("none", 0.0), ("abs", 0.0), ("kwon", 0.01)])
-def test_the_scale_of_the_loss_does_not_matter_to_the_last_bit(scaling: str, eta: float) -> None:
+def test_the_scale_of_the_loss_does_not_change_a_bit(scaling: str, eta: float) -> None:
     model, inputs = network(), torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
     sharpness = SharpnessAware(model.named_parameters(), scaling=scaling, rho=0.1, eta=eta)
     moved = []
@@ -176,7 +176,7 @@ def test_the_scale_of_the_loss_does_not_matter_to_the_last_bit(scaling: str, eta
     assert moved[0] != bits(model.parameters())
 
 
-def test_the_first_pass_leaves_gradients_and_their_hooks_alone() -> None:
+def test_the_first_pass_neither_stores_gradients_nor_runs_their_hooks() -> None:
     weight, bias = two_parameters()
     weight.grad = torch.tensor([7.0])
     accumulated: list[Tensor] = []
@@ -191,7 +191,7 @@ def test_the_first_pass_leaves_gradients_and_their_hooks_alone() -> None:
     assert len(accumulated) == 1
 
 
-def test_gradients_are_recorded_inside_the_block() -> None:
+def test_gradients_are_enabled_inside_the_block() -> None:
     weight, bias = two_parameters()
     with SharpnessAware(named(weight, bias), scaling="none", rho=0.5).ascended(quadratic(weight, bias)):
         assert torch.is_grad_enabled()
@@ -291,7 +291,7 @@ def test_repeated_ascents_start_from_the_current_weights() -> None:
     assert (weight.item(), bias.item()) == pytest.approx((w, b), rel=1e-5)
 
 
-def test_a_model_moved_to_another_type_keeps_working() -> None:
+def test_a_model_may_change_its_dtype() -> None:
     model, inputs = network(), torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
     sharpness = SharpnessAware(model.named_parameters(), scaling="abs", rho=0.1)
     for dtype in (torch.float32, torch.float64):
@@ -305,7 +305,7 @@ def test_a_model_moved_to_another_type_keeps_working() -> None:
         assert bits(model.parameters()) == before
 
 
-def test_the_shares_say_where_the_perturbation_went() -> None:
+def test_perturbation_shares_by_kind_of_parameter() -> None:
     parameters = {
         "embeddings.word_embeddings.weight": torch.full((2, 2), 1.0),
         "embeddings.LayerNorm.weight": torch.full((2,), 2.0),
@@ -327,7 +327,7 @@ def test_the_shares_say_where_the_perturbation_went() -> None:
     assert shares == pytest.approx({kind: square / 30 for kind, square in expected.items()}, rel=1e-5)
 
 
-def test_steps_whose_number_k_divides_ascend() -> None:
+def test_every_kth_step_has_an_ascent() -> None:
     sharpness = SharpnessAware(named(*two_parameters()), scaling="none", rho=0.5, every=3)
     assert [step for step in range(8) if sharpness.begin_step(step)] == [0, 3, 6]
     assert all(SharpnessAware(named(*two_parameters()), scaling="none", rho=0.5).begin_step(step) for step in range(4))
@@ -348,7 +348,7 @@ def test_an_option_out_of_its_range_is_refused(options: dict[str, Any], message:
         SharpnessAware(named(*two_parameters()), **{"scaling": "none", "rho": 0.5, **options})
 
 
-def test_one_autocast_around_both_passes_does_not_keep_the_old_weights() -> None:
+def test_one_autocast_around_both_passes_does_not_cache_the_old_weights() -> None:
     layer = nn.Linear(4, 3)
     inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     sharpness = build_sharpness("sam", layer.named_parameters(), rho=50.0)
@@ -356,7 +356,7 @@ def test_one_autocast_around_both_passes_does_not_keep_the_old_weights() -> None
     with torch.autocast("cpu", torch.bfloat16):
         first = layer(inputs).float().square().mean()
         with sharpness.ascended(first):
-            climbed = layer(inputs).float().square().mean()
+            second = layer(inputs).float().square().mean()
         again = layer(inputs).float().square().mean()
-    assert climbed.item() > 10 * first.item()
+    assert second.item() > 10 * first.item()
     assert again.item() == first.item()

@@ -1,4 +1,4 @@
-"""What pass 1 climbs: DISAM's variance over domains, and some of an objective's terms alone."""
+"""The ascent loss: minus DISAM's variance over domains, and of some terms only."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +43,7 @@ def batch(views: int = 1, domains: Tensor | None = DOMAINS) -> tuple[Tensor, Stu
     return states, StudentOutput(states, views), TeacherTargets(vectors, torch.arange(8), domains)
 
 
-def climbed(ascent_loss: AscentLoss, objective: Objective, student: StudentOutput, teacher: TeacherTargets) -> Tensor:
+def ascended(ascent_loss: AscentLoss, objective: Objective, student: StudentOutput, teacher: TeacherTargets) -> Tensor:
     return ascent_loss(objective, student, teacher, objective(student, teacher))
 
 
@@ -54,17 +54,17 @@ def numpy_terms(states: Tensor, teacher: TeacherTargets, places: Sequence[int]) 
 
 
 @pytest.mark.parametrize(("terms", "chosen"), [(None, [1, 1]), (("mean",), [1, 0]), (("size",), [0, 1])])
-def test_disam_climbs_the_loss_less_its_variance_over_domains(terms: Any, chosen: list[int]) -> None:
+def test_the_ascent_loss_of_disam_is_the_loss_minus_its_variance_over_domains(terms: Any, chosen: list[int]) -> None:
     states, student, teacher = batch()
     objective = Mean()
-    found = climbed(AscentLoss(terms, 0.3), objective, student, teacher)
+    found = ascended(AscentLoss(terms, 0.3), objective, student, teacher)
     parts = [numpy_terms(states, teacher, places) @ chosen for places in ([1, 4], [0, 2, 5], [6, 7])]
     whole = numpy_terms(states, teacher, range(8)) @ chosen
     assert found.item() == pytest.approx(whole - 0.3 * np.var(parts), rel=1e-5)
     assert objective.seen == [8, 2, 3, 2]
 
 
-def test_the_variance_is_the_mean_square_from_the_mean() -> None:
+def test_the_variance_is_the_mean_squared_deviation() -> None:
     losses = {0: 1.0, 1: 4.0, 2: 7.0}
     found = domain_variance(lambda places: torch.tensor(losses[int(places[0]) // 2]), torch.tensor([0, 0, 1, 1, 2, 2]))
     assert found.item() == pytest.approx(6.0)  # (9 + 0 + 9) / 3
@@ -74,12 +74,12 @@ def test_the_variance_is_the_mean_square_from_the_mean() -> None:
 def test_fewer_than_two_domains_of_two_texts_have_no_variance(domains: list[int]) -> None:
     _, student, teacher = batch(domains=torch.tensor(domains))
     objective = Mean()
-    found = climbed(AscentLoss(None, 0.3), objective, student, teacher)
+    found = ascended(AscentLoss(None, 0.3), objective, student, teacher)
     plain = torch.stack(list(objective(student, teacher).values())).sum()
     assert found.item() == plain.item()
 
 
-def test_the_ascent_leans_to_the_domains_below_the_mean_as_the_closed_form_says() -> None:
+def test_the_ascent_favors_domains_below_the_mean_as_in_the_closed_form() -> None:
     # Two domains, losses a w and b w at w = 1: L = (a + b) w / 2, V = ((a - b) w / 2)^2.
     # d(L - lambda V)/dw = (a + b) / 2 - lambda (a - b)^2 w / 2 = 2 - 0.1 * 16 / 2 = 1.2 at a = 4, b = 0.
     class Linear(Objective):
@@ -94,14 +94,14 @@ def test_the_ascent_leans_to_the_domains_below_the_mean_as_the_closed_form_says(
     states = torch.zeros(1, 4, 1)
     vectors = torch.tensor([[4.0], [4.0], [0.0], [0.0]])
     teacher = TeacherTargets(vectors, torch.arange(4), torch.tensor([0, 0, 1, 1]))
-    loss = climbed(AscentLoss(None, 0.1), objective, StudentOutput(states), teacher)
+    loss = ascended(AscentLoss(None, 0.1), objective, StudentOutput(states), teacher)
     (gradient,) = torch.autograd.grad(loss, [objective.weight])
     assert gradient.item() == pytest.approx(1.2)
 
 
-def test_disam_moves_as_its_closed_form_says_and_descends_the_plain_loss() -> None:
+def test_disam_perturbs_as_in_the_closed_form_and_descends_the_plain_loss() -> None:
     # One weight a domain: L_d = c_d w_d^2 / 2, c = (3, 2), w = (1, -2); L = (3/2 + 4) / 2, V = ((4 - 3/2) / 2)^2.
-    # dL = (3, -4) / 2; dV = (L_2 - L_1) / 2 * (-3, -4) = 1.25 * (-3, -4); climbed: dL - 0.1 dV = (1.875, -1.5).
+    # dL = (3, -4) / 2; dV = (L_2 - L_1) / 2 * (-3, -4) = 1.25 * (-3, -4); ascent: dL - 0.1 dV = (1.875, -1.5).
     weights = nn.Parameter(torch.tensor([1.0, -2.0]))
 
     class Quadratic(Objective):
@@ -115,7 +115,7 @@ def test_disam_moves_as_its_closed_form_says_and_descends_the_plain_loss() -> No
     sharpness = build_sharpness("disam", [("weights", weights)], rho=0.5)
     assert sharpness is not None
     assert sharpness.ascent_loss is not None
-    with sharpness.ascended(climbed(sharpness.ascent_loss, Quadratic(), student, teacher)):
+    with sharpness.ascended(ascended(sharpness.ascent_loss, Quadratic(), student, teacher)):
         length = np.hypot(1.875, 1.5)
         there = np.array([1 + 0.5 * 1.875 / length, -2 - 0.5 * 1.5 / length])
         np.testing.assert_allclose(weights.detach().numpy(), there, rtol=1e-6)
@@ -125,25 +125,25 @@ def test_disam_moves_as_its_closed_form_says_and_descends_the_plain_loss() -> No
     assert weights.tolist() == [1, -2]
 
 
-def test_disam_of_a_corpus_without_domains_says_how_to_get_them() -> None:
+def test_disam_without_domains_is_refused_with_the_command_that_adds_them() -> None:
     _, student, teacher = batch(domains=None)
     with pytest.raises(ConfigError, match="`tcache build CORPUS --domain-key COLUMN`"):
-        climbed(AscentLoss(None, 0.1), Mean(), student, teacher)
+        ascended(AscentLoss(None, 0.1), Mean(), student, teacher)
 
 
-def test_named_terms_are_climbed_alone() -> None:
+def test_only_named_terms_are_ascended() -> None:
     states, student, teacher = batch()
-    found = climbed(AscentLoss(("size",)), Mean(), student, teacher)
+    found = ascended(AscentLoss(("size",)), Mean(), student, teacher)
     assert found.item() == pytest.approx(numpy_terms(states, teacher, range(8))[1], rel=1e-6)
 
 
 def test_an_unknown_term_is_refused_with_the_known_ones() -> None:
     _, student, teacher = batch()
     with pytest.raises(ConfigError, match="no term 'lasd' in this step; known here: mean, size, views"):
-        climbed(AscentLoss(("mean", "lasd")), Mean(), student, teacher)
+        ascended(AscentLoss(("mean", "lasd")), Mean(), student, teacher)
 
 
-def test_the_second_view_is_left_out_where_no_climbed_term_compares_views() -> None:
+def test_the_second_view_is_skipped_if_no_ascent_term_compares_views() -> None:
     objective = Mean()
     inputs = {
         "input_ids": torch.arange(24).view(12, 2),
@@ -160,7 +160,7 @@ def test_the_second_view_is_left_out_where_no_climbed_term_compares_views() -> N
         assert kept.select_inputs(objective, inputs) == inputs
 
 
-def test_talas_climbs_its_one_view_terms_to_the_same_value_with_and_without_the_second_view() -> None:
+def test_one_view_terms_of_talas_do_not_depend_on_the_second_view() -> None:
     torch.manual_seed(0)
     objective = Talas(StudentShape(4, 2, "mean"), TeacherShape(6))
     layers, vectors = torch.randn(3, 16, 4), torch.randn(8, 6)
@@ -168,17 +168,17 @@ def test_talas_climbs_its_one_view_terms_to_the_same_value_with_and_without_the_
     ascent_loss = AscentLoss(("tamd", "lasd"), 0.1)
     assert ascent_loss.is_one_view(objective)
     assert not AscentLoss(("tamd", "simcse")).is_one_view(objective)
-    one = climbed(ascent_loss, objective, StudentOutput(layers[:, :8]), teacher)
-    two = climbed(ascent_loss, objective, StudentOutput(layers, 2), teacher)
+    one = ascended(ascent_loss, objective, StudentOutput(layers[:, :8]), teacher)
+    two = ascended(ascent_loss, objective, StudentOutput(layers, 2), teacher)
     assert one.item() == pytest.approx(two.item(), rel=1e-6)
 
 
-def test_disam_with_both_views_takes_each_domains_rows_of_both() -> None:
+def test_disam_with_two_views_selects_a_domains_rows_of_both() -> None:
     torch.manual_seed(0)
     objective = Talas(StudentShape(4, 2, "mean"), TeacherShape(6), simcse_weight=1.0)
     layers, vectors = torch.randn(3, 16, 4), torch.randn(8, 6)
     teacher = TeacherTargets(vectors, torch.arange(8), DOMAINS)
-    found = climbed(AscentLoss(None, 0.2), objective, StudentOutput(layers, 2), teacher)
+    found = ascended(AscentLoss(None, 0.2), objective, StudentOutput(layers, 2), teacher)
 
     def loss_of(places: list[int]) -> float:
         rows = places + [place + 8 for place in places]

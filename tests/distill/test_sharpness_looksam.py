@@ -63,7 +63,7 @@ def test_steps_are_those_of_the_paper(options: dict[str, Any]) -> None:
         np.testing.assert_allclose(weights.detach().numpy(), there, rtol=1e-9)
 
 
-def test_what_is_kept_is_orthogonal_to_the_gradient() -> None:
+def test_the_stored_direction_is_orthogonal_to_the_gradient() -> None:
     weights, sharpness, optimizer = made()
     gradient = CURVATURE * START
     take(0, weights, sharpness, optimizer)
@@ -92,7 +92,7 @@ def test_micro_batches_count_as_one_step() -> None:
         slopes = [row * w for row in rows]
         g = sum(slopes)
         if step % 3 == 0:
-            # Each micro-batch climbs its own loss; what is kept is of their sums.
+            # Each micro-batch ascends its own loss; the stored direction is of their sums.
             there = sum(
                 row * (w + 0.5 * slope / np.linalg.norm(slope)) for row, slope in zip(rows, slopes, strict=True)
             )
@@ -104,7 +104,7 @@ def test_micro_batches_count_as_one_step() -> None:
         np.testing.assert_allclose(weights.detach().numpy(), w, rtol=1e-9)
 
 
-def test_a_state_that_is_loaded_goes_on_as_if_never_stopped() -> None:
+def test_a_loaded_state_continues_exactly() -> None:
     whole = made()
     for step in range(8):
         take(step, *whole)
@@ -121,7 +121,7 @@ def test_a_state_that_is_loaded_goes_on_as_if_never_stopped() -> None:
     assert torch.equal(second[0], whole[0])
 
 
-def test_the_order_of_a_state_does_not_matter_to_the_last_bit() -> None:
+def test_the_order_of_a_state_does_not_change_a_bit() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = {f"w{number}": 3 + 7 * number for number in range(12)}
     state = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
@@ -141,7 +141,7 @@ def test_the_order_of_a_state_does_not_matter_to_the_last_bit() -> None:
     assert torch.equal(*ends)
 
 
-def test_without_a_state_the_first_step_ascends_whatever_its_number() -> None:
+def test_without_a_state_any_first_step_has_an_ascent() -> None:
     weights, sharpness, optimizer = made()
     assert [take(step, weights, sharpness, optimizer) for step in (4, 5, 6, 7)] == [True, False, True, False]
 
@@ -175,7 +175,7 @@ def test_the_scale_of_the_loss_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("overflowing", [3, 4])  # an ascent, and a step that would be corrected
-def test_a_skipped_step_leaves_no_trace_but_the_need_of_a_new_direction(overflowing: int) -> None:
+def test_a_skipped_step_only_requires_a_new_direction(overflowing: int) -> None:
     weights = nn.Parameter(torch.tensor(START, dtype=torch.float32))
     sharpness = LookSam([("w", weights)], rho=0.5, every=3, alpha=0.7)
     optimizer = torch.optim.SGD([weights], lr=0.1)
@@ -201,7 +201,7 @@ def test_a_skipped_step_leaves_no_trace_but_the_need_of_a_new_direction(overflow
     assert ascended == again[overflowing]
 
 
-def test_a_direction_that_is_not_finite_is_not_kept() -> None:
+def test_a_direction_that_is_not_finite_is_not_stored() -> None:
     weights, sharpness, optimizer = made()
     assert sharpness.begin_step(0)
     with sharpness.ascended(loss_of(weights, math.inf)):  # only the first pass overflows
@@ -212,7 +212,7 @@ def test_a_direction_that_is_not_finite_is_not_kept() -> None:
     assert sharpness.begin_step(1)
 
 
-def test_a_block_that_raises_restores_the_weights_and_forgets_its_gradients() -> None:
+def test_a_block_that_raises_restores_the_weights_and_discards_its_gradients() -> None:
     weights, sharpness, optimizer = made()
     sharpness.begin_step(0)
 
@@ -245,7 +245,7 @@ def test_attaching_again_corrects_once_and_another_optimizer_replaces_the_first(
     assert torch.equal(before, weights.grad)  # type: ignore[arg-type]
 
 
-def test_half_precision_parameters_keep_a_float32_direction() -> None:
+def test_half_precision_parameters_have_a_float32_direction() -> None:
     weights = nn.Parameter(torch.tensor(START, dtype=torch.bfloat16))
     sharpness = LookSam([("w", weights)], rho=0.5, every=2, alpha=0.7)
     optimizer = torch.optim.SGD([weights], lr=0.1)

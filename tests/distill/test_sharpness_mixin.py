@@ -1,4 +1,4 @@
-"""`SharpnessMixin` outside `DistillTrainer`: in Trainer itself and in sentence-transformers' trainer."""
+"""`SharpnessMixin` in Trainer and in sentence-transformers' trainer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_trainer_steps_with_the_gradient_at_the_perturbed_weights(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_steps_between_are_plain_and_all_micro_batches_of_a_step_alike(tmp_path: Path, accumulate: int) -> None:
+def test_steps_in_between_are_plain_and_all_micro_batches_of_a_step_equal(tmp_path: Path, accumulate: int) -> None:
     made = Regression()
     options = arguments(tmp_path, gradient_accumulation_steps=accumulate, max_steps=5)
     trainer = train(SharpTrainer, made, data("y"), options)
@@ -144,7 +144,7 @@ def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, name: str) -
     assert not torch.equal(whole.model.weight, Regression().weight)
 
 
-def test_looksam_corrects_trainers_own_steps(tmp_path: Path) -> None:
+def test_looksam_corrects_the_steps_of_trainer(tmp_path: Path) -> None:
     made = Regression()
     trainer = train(SharpTrainer, made, data("y"), arguments(tmp_path, max_steps=5))
     trainer.sharpness = build_sharpness("looksam", made.named_parameters(), rho=0.3, every=3, alpha=0.5)
@@ -166,7 +166,7 @@ def test_looksam_corrects_trainers_own_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [("disam", {}), ("asam", {"ascent_terms": ("tamd",)})])
-def test_methods_that_ask_for_terms_are_refused_by_a_trainer_that_knows_none(
+def test_methods_that_need_terms_are_refused_by_a_trainer_without_terms(
     tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
     made = Regression()

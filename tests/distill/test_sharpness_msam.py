@@ -47,7 +47,7 @@ def kept_in_the_weights(steps: int) -> list[np.ndarray[Any, Any]]:
     return path
 
 
-def test_with_adamw_the_steps_are_those_of_the_authors_optimizer() -> None:
+def test_with_adamw_the_steps_equal_those_of_the_authors_optimizer() -> None:
     weights, sharpness, optimizer = made(torch.optim.AdamW, weight_decay=0.01)
     for there in kept_in_the_weights(8):
         take(weights, sharpness, optimizer)
@@ -65,7 +65,7 @@ def test_with_sgd_the_buffer_is_the_momentum() -> None:
         np.testing.assert_allclose(weights.detach().numpy(), w, rtol=1e-9)
 
 
-def test_the_weights_are_themselves_outside_of_the_passes_bit_for_bit() -> None:
+def test_the_weights_are_unperturbed_outside_of_the_passes_bit_for_bit() -> None:
     weights, sharpness, optimizer = made(torch.optim.AdamW)
     with sharpness.ascended() as ascent:
         assert weights.detach().tolist() == START.tolist()  # no momentum yet
@@ -80,7 +80,7 @@ def test_the_weights_are_themselves_outside_of_the_passes_bit_for_bit() -> None:
     assert sharpness.perturbation_shares() == {"norm gains": 1.0}
 
 
-def test_the_weights_come_back_when_the_block_raises() -> None:
+def test_the_weights_are_restored_if_the_block_raises() -> None:
     weights, sharpness, optimizer = made(torch.optim.AdamW)
     take(weights, sharpness, optimizer)
     before = weights.detach().clone()
@@ -94,7 +94,7 @@ def test_the_weights_come_back_when_the_block_raises() -> None:
     assert torch.equal(weights.detach(), before)
 
 
-def test_a_momentum_that_is_not_finite_moves_nothing() -> None:
+def test_a_momentum_that_is_not_finite_perturbs_nothing() -> None:
     weights, sharpness, optimizer = made(torch.optim.AdamW)
     take(weights, sharpness, optimizer)
     optimizer.state[weights]["exp_avg"][1] = torch.inf

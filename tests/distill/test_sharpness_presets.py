@@ -1,4 +1,4 @@
-"""The methods by name: their values, which options they have a place for, and which parameters they perturb."""
+"""Methods by name: their values, their options and the parameters they perturb."""
 
 import math
 from collections.abc import Iterable
@@ -82,7 +82,7 @@ def moved(sharpness: SharpnessAware, model: Model) -> set[str]:
         ("msam", MomentumSam, {"rho": 3.0, "passes": 1}),
     ],
 )
-def test_a_preset_is_what_its_paper_or_code_says(
+def test_a_preset_has_the_values_of_its_paper_or_code(
     name: str, kind: type[SharpnessAware], expected: dict[str, Any]
 ) -> None:
     sharpness = built(name, Model())
@@ -90,7 +90,7 @@ def test_a_preset_is_what_its_paper_or_code_says(
     assert {attribute: getattr(sharpness, attribute) for attribute in expected} == expected
 
 
-def test_every_option_replaces_the_presets_value_and_none_keeps_it() -> None:
+def test_an_option_overrides_the_presets_value_unless_none() -> None:
     sharpness: Any = built("asam-kwon", Model(), rho=0.9, eta=0.2, every=3, ascent_terms=["tamd"], parameters=None)
     assert (sharpness.rho, sharpness.eta, sharpness.every) == (0.9, 0.2, 3)
     assert sharpness.ascent_loss == AscentLoss(("tamd",))
@@ -131,7 +131,7 @@ def test_none_is_no_sharpness_and_has_no_options() -> None:
         ("looksam", {"every": 0}, "every"),
     ],
 )
-def test_what_cannot_be_built_is_refused_by_name(name: str, options: dict[str, Any], message: str) -> None:
+def test_an_invalid_name_or_option_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_sharpness(name, Model(), **options)
 
@@ -151,7 +151,7 @@ def _settings(sharpness: SharpnessAware) -> dict[str, Any]:
     return {name: getattr(sharpness, name, None) for name in names} | {"names": list(sharpness._names.values())}
 
 
-def test_norms_are_told_by_the_class_of_their_module() -> None:
+def test_norms_are_found_by_the_class_of_their_module() -> None:
     model = Model()
     names = {name for name, parameter in model.named_parameters() if parameter in norm_parameters(model)}
     assert names == NORMS
@@ -178,12 +178,12 @@ def test_all_student_and_norms_move_those_parameters_and_no_others() -> None:
     assert moved(built("sam", model, parameters="norms"), model) == NORMS
 
 
-def test_norms_of_named_parameters_alone_are_refused_because_names_do_not_tell() -> None:
+def test_norms_need_the_model() -> None:
     with pytest.raises(ConfigError, match="'norms' needs the model"):
         build_sharpness("norm-only", Model().named_parameters())
 
 
-def test_a_selection_of_nothing_is_refused() -> None:
+def test_an_empty_selection_is_refused() -> None:
     with pytest.raises(ConfigError, match="'norms' selects none"):
         select_parameters(nn.Linear(2, 2), "norms")
 
@@ -224,7 +224,7 @@ def test_the_first_pass_of_norm_only_multiplies_no_matrix_for_a_weight() -> None
         with FlopCounterMode(display=False) as counter, built(name, model).ascended(loss):
             pass
         operations[name] = counter.get_total_flops()
-    # Products in the backward, batch 16: for inputs of the layers behind the first norm, and for weights.
+    # Products in the backward pass, batch 16: for inputs of the layers after the first norm, and for weights.
     inputs = 2 * 16 * (8 * 8 + 8 * 8 + 8 * 4)
     weights = 2 * 16 * (6 * 8 + 8 * 8 + 8 * 8 + 8 * 4)
     assert operations == {"asam": inputs + weights, "norm-only": inputs}

@@ -1,4 +1,4 @@
-"""The methods in `DistillTrainer`: against the plain loop, resumed, with a loss scale, and over two processes."""
+"""Methods in `DistillTrainer`: against a plain loop, resumed, with a loss scale, and in two processes."""
 
 import json
 import multiprocessing
@@ -58,8 +58,8 @@ def weights(made: Parts) -> dict[str, Tensor]:
     return {**made.student.state_dict(prefix="student."), **made.objective.state_dict(prefix="objective.")}
 
 
-def climbs_of(objective: Objective, name: str) -> dict[str, Any]:
-    """What the plain loop is told of a variant."""
+def loop_options(objective: Objective, name: str) -> dict[str, Any]:
+    """Arguments of the plain loop for a variant."""
 
     def disam(student: StudentOutput, teacher: TeacherTargets) -> Tensor:
         assert teacher.domains is not None
@@ -78,15 +78,15 @@ def climbs_of(objective: Objective, name: str) -> dict[str, Any]:
 
     return {
         "every": {"every": 3},
-        "disam": {"adaptive": False, "climb": disam},
-        "terms": {"climb": terms, "climb_views": 1},
+        "disam": {"adaptive": False, "ascent_loss": disam},
+        "terms": {"ascent_loss": terms, "ascent_views": 1},
     }[name]
 
 
 # 7 batches an epoch, the last one smaller: with 2 micro-batches a step the last step of an epoch has one.
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["every", "disam", "terms"])
-def test_training_is_the_plain_loop(
+def test_training_equals_the_plain_loop(
     parted_cache: Path, tiny_student: Path, tmp_path: Path, name: str, accumulate: int
 ) -> None:
     overrides = (
@@ -119,7 +119,7 @@ def test_training_is_the_plain_loop(
         weight_decay=training.weight_decay,
         floor=training.min_lr_rate,
         rho=0.05,
-        **climbs_of(expected.objective, name),
+        **loop_options(expected.objective, name),
     )
     wanted = weights(expected)
     for key, tensor in weights(made).items():
@@ -165,7 +165,7 @@ def test_a_resumed_training_ends_with_the_same_bits_and_lines(
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
 
 
-def test_a_checkpoint_holds_the_weights_themselves_and_a_direction_only_where_one_is_kept(
+def test_a_checkpoint_holds_unperturbed_weights_and_a_direction_only_for_looksam(
     parted_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     for name in ("msam", "looksam"):
@@ -217,7 +217,7 @@ def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(
 
 
 @pytest.mark.parametrize("name", among("looksam", "disam"))
-def test_an_overflow_skips_the_step_bit_for_bit_and_training_goes_on(
+def test_an_overflow_skips_the_step_bit_for_bit_and_training_continues(
     parted_cache: Path, tiny_student: Path, tmp_path: Path, name: str
 ) -> None:
     class Overflowing(ScaledTrainer):
@@ -241,7 +241,7 @@ def test_an_overflow_skips_the_step_bit_for_bit_and_training_goes_on(
     assert all(bool(tensor.isfinite().all()) for tensor in seen[6].values())
 
 
-def test_lines_tell_the_ascent_where_there_was_one(parted_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_lines_after_an_ascent_log_it(parted_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     parts(
         tiny_config(parted_cache, tiny_student, tmp_path, *VARIANTS["every"], "training.max_steps=5")
     ).trainer().train()
@@ -262,7 +262,7 @@ def test_norm_only_shares_are_those_of_norms(parted_cache: Path, tiny_student: P
         assert {key for key in line if key.startswith("share of ")} == {"share of norm gains", "share of norm biases"}
 
 
-def test_methods_that_do_not_know_the_loss_at_the_weights_log_no_rise(
+def test_methods_without_the_loss_at_the_weights_log_no_rise(
     parted_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     for name in ("msam", "terms"):
@@ -304,7 +304,7 @@ def test_norm_one_view_is_norm_only_without_the_terms_that_compare_views(
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
 
 
-def test_who_names_no_sharpness_has_an_ascent_of_one_view_at_every_second_step(
+def test_the_default_is_an_ascent_of_one_view_at_every_second_step(
     parted_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(parted_cache, tiny_student, tmp_path, "training.max_steps=3")
@@ -318,7 +318,7 @@ def test_who_names_no_sharpness_has_an_ascent_of_one_view_at_every_second_step(
     assert set(trainer.sharpness.perturbation_shares()) == {"norm gains", "norm biases"}
 
 
-def test_a_loss_that_only_compares_views_is_climbed_as_a_whole(
+def test_a_loss_that_only_compares_views_is_ascended_as_a_whole(
     parted_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     found = []
@@ -347,7 +347,7 @@ def test_unknown_terms_stop_the_first_step(parted_cache: Path, tiny_student: Pat
 
 
 @pytest.mark.parametrize("name", ["disam", "looksam", "terms", "norm-only"])
-def test_weights_come_back_when_the_second_pass_raises(
+def test_weights_are_restored_if_the_second_pass_raises(
     parted_cache: Path, tiny_student: Path, tmp_path: Path, name: str
 ) -> None:
     made = parts(tiny_config(parted_cache, tiny_student, tmp_path, *VARIANTS[name]))
@@ -395,7 +395,7 @@ def train_as(rank: int, port: int, configs: dict[str, RunConfig], left: Path) ->
 
 
 @pytest.mark.slow
-def test_two_processes_stay_one_model_under_every_method(
+def test_two_processes_have_equal_weights_with_every_method(
     parted_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     configs = {

@@ -51,7 +51,7 @@ def oracle(made: Parts) -> list[dict[str, float]]:
 # 7 batches an epoch, the last one smaller: with 2 micro-batches a step the last step of an epoch has one.
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("sharpness", ["none", "asam"])
-def test_training_is_the_plain_loop_dropout_included(
+def test_training_equals_the_plain_loop_including_dropout(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, sharpness: str, accumulate: int
 ) -> None:
     config = tiny_config(
@@ -111,9 +111,7 @@ def test_the_learning_rates_warm_up_and_fall_to_their_floor(
     assert student["weight_decay"] == heads["weight_decay"] == 0.01
 
 
-def test_weights_are_themselves_again_after_the_second_pass(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_weights_are_restored_after_the_second_pass(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     made = parts(tiny_config(toy_cache, tiny_student, tmp_path, "sharpness.name=asam"))
     trainer = made.trainer()
     seen: list[tuple[bool, dict[str, Tensor]]] = []
@@ -234,9 +232,7 @@ def test_a_checkpoint_of_the_last_step_is_restored_without_a_further_step(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(made).items())
 
 
-def test_loader_processes_change_nothing_not_even_when_resumed(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_loader_processes_change_nothing_even_when_resumed(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     config = tiny_config(toy_cache, tiny_student, tmp_path / "alone", "training.save_steps=4")
     whole = parts(config)
     whole.trainer().train()
@@ -249,7 +245,7 @@ def test_loader_processes_change_nothing_not_even_when_resumed(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(made).items())
 
 
-def test_lines_behind_the_checkpoint_and_a_torn_last_line_are_dropped(
+def test_lines_after_the_checkpoint_and_a_partial_last_line_are_dropped(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(toy_cache, tiny_student, tmp_path, "training.save_steps=6")
@@ -313,7 +309,7 @@ def test_an_overflow_of_the_scaled_gradients_skips_the_step_and_lowers_the_scale
     assert all(bool(tensor.isfinite().all()) for tensor in seen[4].values())
 
 
-def test_what_trainer_does_not_know_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+def test_an_unknown_argument_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     config = RunConfig.load(None, [f"output_dir={tmp_path}", "training.arguments.adam_beta=0.9"])
     with pytest.raises(ConfigError, match=r"training\.arguments\.adam_beta.*did you mean adam_beta"):
         training_arguments(config, 10)
@@ -351,7 +347,7 @@ def test_an_epoch_without_a_whole_batch_is_refused(toy_cache: Path, tiny_student
         parts(config).trainer()
 
 
-def test_sharpness_is_refused_where_weights_are_sharded(
+def test_sharpness_is_refused_with_sharded_weights(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = parts(tiny_config(toy_cache, tiny_student, tmp_path, "sharpness.name=asam")).trainer()
@@ -361,7 +357,7 @@ def test_sharpness_is_refused_where_weights_are_sharded(
         trainer._check_supported()
 
 
-def test_a_precision_that_is_named_is_kept() -> None:
+def test_an_explicit_precision_is_used() -> None:
     assert [resolve_precision(name) for name in ("fp32", "bf16")] == ["fp32", "bf16"]
     assert resolve_precision("auto") in ("fp32", "bf16", "fp16")
 
@@ -373,7 +369,7 @@ def test_fp16_without_a_gpu_is_refused_rather_than_run_as_fp32(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("argument", ["training.report_to=parchment", "training.arguments.logging_strategy=often"])
-def test_what_transformers_refuses_is_one_line(
+def test_an_error_of_transformers_is_one_line(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, argument: str
 ) -> None:
     with pytest.raises(ConfigError, match="training arguments are invalid: ") as refusal:
@@ -394,7 +390,7 @@ def test_activation_checkpointing_gives_the_same_weights(toy_cache: Path, tiny_s
         torch.testing.assert_close(weights[1][key], value, rtol=1e-4, atol=1e-5)
 
 
-def test_linear_cycles_fall_in_straight_lines_and_start_again() -> None:
+def test_linear_cycles_decay_linearly_and_restart() -> None:
     factor = linear_cycles(12, 3, 0.1, warmup=3)
     assert [factor(step) for step in range(3)] == pytest.approx([0, 1 / 3, 2 / 3])
     cycle = [1, 0.7, 0.4]
@@ -431,7 +427,7 @@ def test_a_run_that_ends_before_the_student_is_trained_is_refused(
         parts(config).trainer()
 
 
-def test_the_student_stands_still_until_its_stage_begins(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_the_student_is_not_trained_before_its_stage(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     made = parts(
         tiny_config(toy_cache, tiny_student, tmp_path, "objective.name=jasper", "objective.options.stage_one_epochs=1")
     )
@@ -451,7 +447,7 @@ def test_the_student_stands_still_until_its_stage_begins(toy_cache: Path, tiny_s
     assert all(heads for _, heads in moved)
 
 
-def test_a_step_that_ascends_every_other_time_costs_the_mean_of_two() -> None:
+def test_the_step_time_of_alternating_steps_is_the_mean_of_two() -> None:
     clock = StepClock(cycle=2)
     clock.timer.steps = [StepTime(seconds, 0.0, {DATA: 0.0}) for seconds in [9.0] * 10 + [1.0, 3.0] * 5 + [1.0]]
     cost = clock.cost()

@@ -87,7 +87,7 @@ def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def scored_as(monkeypatch: pytest.MonkeyPatch, averages: dict[int, float]) -> None:
-    """Evaluations, in turn behind steps 3, 6, 9 and 12, find these averages."""
+    """Make the evaluations after steps 3, 6, 9 and 12 return these averages."""
     found = iter(averages.values())
     monkeypatch.setattr(Validation, "__call__", lambda self, student: {"average": next(found), "seconds": 0.5})
 
@@ -120,7 +120,7 @@ class Draws(Task):
     ],
     ids=["asam", "bf16", "a task that draws numbers"],
 )
-def test_weights_are_bit_for_bit_those_of_a_training_that_is_not_evaluated(
+def test_validation_does_not_change_a_bit_of_the_weights(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     config = validated(toy_cache, tiny_student, tmp_path / "with", data, *overrides)
@@ -135,7 +135,7 @@ def test_weights_are_bit_for_bit_those_of_a_training_that_is_not_evaluated(
     assert losses[0] == losses[1]
 
 
-def test_random_numbers_and_mode_are_as_they_were_behind_an_evaluation(
+def test_an_evaluation_keeps_random_states_and_training_mode(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path
 ) -> None:
     config = validated(toy_cache, tiny_student, tmp_path, data, f"evaluation.tasks=[stsb, {HERE}:Draws]")
@@ -156,8 +156,8 @@ def test_random_numbers_and_mode_are_as_they_were_behind_an_evaluation(
 def test_each_evaluation_is_a_line_of_the_curve_and_a_point_of_the_record(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    result = run(validated(toy_cache, tiny_student, tmp_path / "run", data), announce=said.append)
+    lines: list[str] = []
+    result = run(validated(toy_cache, tiny_student, tmp_path / "run", data), announce=lines.append)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     lines = [line for line in metrics(tmp_path / "run") if "validation" in line]
     assert record["validation"]["points"] == lines
@@ -170,12 +170,12 @@ def test_each_evaluation_is_a_line_of_the_curve_and_a_point_of_the_record(
         assert line["epoch"] == pytest.approx(line["step"] / 7)
     assert record["validation"]["seconds"] == pytest.approx(sum(line["seconds"] for line in lines), abs=1e-3)
     assert record["validation"]["files"].keys() == {"stsb_validation.csv", "mrpc_validation.csv"}
-    told = [line for line in said if "validation" in line]
-    assert len(told) == 5
-    assert f"step {record['validation']['best_step']}" in told[-1]
+    scored = [line for line in lines if "validation" in line]
+    assert len(scored) == 5
+    assert f"step {record['validation']['best_step']}" in scored[-1]
 
 
-def test_the_scores_are_those_of_the_checkpoint_s_student(
+def test_the_scores_are_those_of_the_checkpoints_student(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path
 ) -> None:
     config = validated(
@@ -226,7 +226,7 @@ def test_the_best_checkpoint_outlives_the_limit_and_is_exported(
     assert all(torch.equal(looked_into[name], trained[name]) for name in trained)
 
 
-def test_a_new_best_is_saved_between_the_steps_that_are_saved_anyway(
+def test_a_new_best_is_saved_in_addition_to_save_steps(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = validated(toy_cache, tiny_student, tmp_path / "run", data, "training.save_total_limit=9")
@@ -259,7 +259,7 @@ def whole(toy_cache: Path, tiny_student: Path, data: Path, tmp_path_factory: pyt
 
 
 @pytest.mark.parametrize("stop", [2, 4, 11])
-def test_a_killed_run_goes_on_to_the_same_best_the_same_lines_and_the_same_weights(
+def test_a_killed_run_resumes_to_the_same_best_lines_and_weights(
     whole: Path, toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path, stop: int
 ) -> None:
     config = validated(toy_cache, tiny_student, tmp_path / "killed", data, *SAVED)
@@ -321,7 +321,7 @@ def test_a_run_killed_before_its_export_does_not_train_or_score_again(
     assert result.validation["best_step"] == 6
 
 
-def test_a_best_checkpoint_that_is_gone_is_said(
+def test_a_missing_best_checkpoint_is_an_error(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = validated(toy_cache, tiny_student, tmp_path / "run", data)
@@ -333,7 +333,7 @@ def test_a_best_checkpoint_that_is_gone_is_said(
         run(config)
 
 
-def test_the_exported_projection_is_what_is_scored(
+def test_the_exported_projection_is_scored(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths: list[int] = []
@@ -401,7 +401,7 @@ def test_test_files_are_never_opened(toy_cache: Path, tiny_student: Path, data: 
     }
 
 
-def test_the_tasks_are_those_whose_validation_files_tell_something(data: Path, tmp_path: Path) -> None:
+def test_the_default_tasks_have_a_usable_validation_file(data: Path, tmp_path: Path) -> None:
     for name in ("stsb", "sick", "mrpc", "scitail", "wic", "emotion"):
         (tmp_path / f"{name}_validation.csv").touch()
     (tmp_path / "emotion_train.csv").touch()
@@ -413,7 +413,7 @@ def test_the_tasks_are_those_whose_validation_files_tell_something(data: Path, t
 
 
 @pytest.mark.parametrize("name", ["banking77", "tweet", "sts12"])
-def test_a_task_whose_validation_file_tells_nothing_is_refused(data: Path, name: str) -> None:
+def test_a_task_without_a_usable_validation_file_is_refused(data: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"evaluation.tasks names {name}, but its validation file is"):
         Validation.from_config(EvaluationConfig(data=str(data), tasks=("stsb", name)))
 
@@ -441,7 +441,7 @@ def test_missing_and_malformed_files_are_refused_before_training(
         ("training.arguments.load_best_model_at_end=true", "set evaluation.data, evaluation.steps and evaluation.keep"),
     ],
 )
-def test_settings_that_fit_no_evaluation_are_refused(
+def test_settings_without_an_evaluation_are_refused(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path, override: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -467,7 +467,7 @@ def test_a_finished_folder_is_refused_with_other_validation_files_and_accepted_w
         run(tiny_config(toy_cache, tiny_student, tmp_path / "run", "training.max_steps=3"))
 
 
-def test_points_of_a_log_are_its_evaluations_alone() -> None:
+def test_points_of_a_log_are_its_evaluations() -> None:
     log = [
         {"step": 1, "epoch": 0.1, "loss": 3.0},
         {"step": 2, "epoch": 0.2, "eval_average": 40.0, "eval_stsb": 40.0, "eval_seconds": 1.5},
