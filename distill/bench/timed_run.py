@@ -100,8 +100,8 @@ class _TimedTeacher:
     def __init__(self, teacher: OnlineTeacher, timer: StepTimer) -> None:
         self.teacher, self.timer = teacher, timer
 
-    def said(self, *arguments: Any, **options: Any) -> Any:
-        return self._timed(self.teacher.said, *arguments, **options)
+    def encode(self, *arguments: Any, **options: Any) -> Any:
+        return self._timed(self.teacher.encode, *arguments, **options)
 
     def encode_with_internals(self, *arguments: Any, **options: Any) -> Any:
         return self._timed(self.teacher.encode_with_internals, *arguments, **options)

@@ -1,4 +1,4 @@
-"""Records to the tensors of a step: texts to tokens, what the teacher said to floats, tokens to their counterparts."""
+"""From records to the tensors of a step: tokens of the texts, teacher output, and token alignments."""
 
 import copy
 from collections import OrderedDict
@@ -22,30 +22,30 @@ from teacher_cache.tokens.request import ID, ROLE, TEXT_TOKEN, TextTokens
 if TYPE_CHECKING:
     from distill.data.online import OnlineTeacher
 
-# Alignments kept in memory, about a kilobyte each: those of a corpus that fits are worked out once.
-KEPT_ALIGNMENTS = 2**16
+# Alignments kept in memory, about a kilobyte each.
+MEMORIZED_ALIGNMENTS = 2**16
 
 
 class Collator:
-    """Records to the tensors a step takes.
+    """From records to the tensors of a step.
 
-    The batch holds `input_ids` and `attention_mask` of V * B encodings (view by view), `vectors` `(B, d_T)` and
-    `text_ids` `(B,)`; where they are asked for `domains` `(B,)`, and of the first view's tokens `special` `(B, n_s)`,
+    The batch has `input_ids` and `attention_mask` of V * B encodings (view by view), `vectors` `(B, d_T)` and
+    `text_ids` `(B,)`; optionally `domains` `(B,)`, and for the tokens of the first view `special` `(B, n_s)`,
     `teacher_tokens` (see `TokenStates`) and `alignment` `(B, n_s, n_T)`.
 
     Args:
-        tokenizer: the student's; copied.
-        prompt: put in front of every text.
-        repeat: encode each text this many times (views under different dropout masks).
+        tokenizer: of the student; copied.
+        prompt: put before every text.
+        repeat: number of encodings of each text (views with different dropout masks).
         needs: of the objective.
-        restore: stored tokens of a text to what the teacher said of it.
-        attention_layers: whose maps a teacher's answer holds, in its order.
-        kept_alignments: those that the cache keeps; others are worked out here, once while they fit into memory.
-        domains_of: numbers of records in the corpus to those of their domains.
-        online: asked at every batch, in place of what the cache holds.
+        restore: decodes the stored tokens of a text.
+        attention_layers: layers of the teacher's attention maps, in their order.
+        stored_alignments: alignments of the cache; others are computed here and memorized.
+        domains_of: maps record numbers of the corpus to domain numbers.
+        online: encodes every batch, instead of the cache.
 
     Raises:
-        StudentError: tokens are compared, and the tokenizer cannot say which characters a token covers.
+        StudentError: `needs` compares tokens, and the tokenizer returns no character offsets.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Collator:
         needs: Needs | None = None,
         restore: Callable[[Any], TextTokens] | None = None,
         attention_layers: Sequence[int] = (),
-        kept_alignments: AlignmentColumn | None = None,
+        stored_alignments: AlignmentColumn | None = None,
         domains_of: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.integer]] | None = None,
         online: "OnlineTeacher | None" = None,
     ) -> None:
@@ -67,14 +67,14 @@ class Collator:
                 check_fast_tokenizer(tokenizer)
             except TeacherError as error:
                 raise StudentError(f"the student cannot be used: {error}") from error
-        # Its own: every call sets how the tokenizer cuts and pads, and this one may be used in a thread.
+        # A copy, because every call changes the tokenizer's truncation and padding, possibly in a thread.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.max_length = max_length
         self.prompt = prompt
         self.repeat = repeat
         self.needs = needs or Needs()
         self.restore = restore
-        self.kept_alignments = kept_alignments
+        self.stored_alignments = stored_alignments
         self._maps = [attention_layers.index(layer) for _, layer in self.needs.attention]
         self.domains_of = domains_of
         self.online = online
@@ -94,15 +94,15 @@ class Collator:
             return_special_tokens_mask=self.needs.tokens,
         )
         ids, mask = tokens["input_ids"], tokens["attention_mask"]
-        size = len(records.rows)
         vectors, by_token, internals = records.vectors, None, None
         if self.online is not None:
-            asked, side = records.texts[:size], self.tokenizer.padding_side
+            first_texts = records.texts[: len(records.rows)]
             if self.needs.internals:
-                said, internals = self.online.encode_with_internals(asked, padding_side=side)
+                side = self.tokenizer.padding_side
+                encoded, internals = self.online.encode_with_internals(first_texts, padding_side=side)
             else:
-                said = self.online.said(asked)
-            vectors, by_token = said.vectors, said.by_token
+                encoded = self.online.encode(first_texts)
+            vectors, by_token = encoded.vectors, encoded.by_token
         elif self.needs.tokens and self.restore is not None:
             by_token = [self.restore(stored) for stored in records.tokens or ()]
         batch: dict[str, Any] = {
@@ -122,48 +122,50 @@ class Collator:
     def _tokens(self, records: Batch, tokens: Any, by_token: Sequence[TextTokens]) -> dict[str, Any]:
         size = len(records.rows)
         mask = tokens["attention_mask"][:size].bool()
-        mine = [
+        student_pieces = [
             word_pieces(
-                tokens["offset_mapping"][place][mask[place]].numpy(),
-                tokens["special_tokens_mask"][place][mask[place]].bool().numpy(),
-                tokens["input_ids"][place][mask[place]].numpy(),
+                tokens["offset_mapping"][row][mask[row]].numpy(),
+                tokens["special_tokens_mask"][row][mask[row]].bool().numpy(),
+                tokens["input_ids"][row][mask[row]].numpy(),
                 len(self.prompt),
             )
-            for place in range(size)
+            for row in range(size)
         ]
         if self.needs.same_tokens:
-            self._refuse_other_tokens(records, mine, by_token)
+            _check_same_tokens(records, student_pieces, by_token)
         special = torch.zeros_like(mask)
-        for place, pieces in enumerate(mine):
-            special[place, mask[place]] = torch.from_numpy(pieces[:, ROLE] != TEXT_TOKEN)
+        for row, pieces in enumerate(student_pieces):
+            special[row, mask[row]] = torch.from_numpy(pieces[:, ROLE] != TEXT_TOKEN)
         batch: dict[str, Any] = {"special": special, "teacher_tokens": self._padded(by_token)}
         if self.needs.alignment is not None:
-            found = self._aligned(records, by_token, mine)
-            theirs_mask = batch["teacher_tokens"]["mask"]
-            batch["alignment"] = torch.from_numpy(dense_matrices(found, mask.numpy(), theirs_mask.numpy()))
+            alignments = self._aligned(records, by_token, student_pieces)
+            teacher_mask = batch["teacher_tokens"]["mask"]
+            batch["alignment"] = torch.from_numpy(dense_matrices(alignments, mask.numpy(), teacher_mask.numpy()))
         return batch
 
     def _aligned(
-        self, records: Batch, by_token: Sequence[TextTokens], mine: Sequence[npt.NDArray[np.int32]]
+        self, records: Batch, by_token: Sequence[TextTokens], student_pieces: Sequence[npt.NDArray[np.int32]]
     ) -> list[Alignment]:
-        kept = self.kept_alignments
-        if kept is not None and kept.present(records.rows).all():
-            return kept.gather(records.rows)
-        texts = zip(records.rows.tolist(), records.texts, by_token, mine, strict=False)
-        return [self._worked_out(row, text, said.pieces, pieces) for row, text, said, pieces in texts]
+        stored = self.stored_alignments
+        if stored is not None and stored.present(records.rows).all():
+            return stored.gather(records.rows)
+        rows = zip(records.rows.tolist(), records.texts, by_token, student_pieces, strict=False)
+        return [self._computed(row, text, tokens.pieces, pieces) for row, text, tokens, pieces in rows]
 
-    def _worked_out(self, row: int, text: str, theirs: npt.NDArray[np.int32], mine: npt.NDArray[np.int32]) -> Alignment:
-        known = self._alignments.get(row)
-        if known is None:
-            known = align(text, theirs, mine, str(self.needs.alignment), lower=self.uncased)
-            self._alignments[row] = known
-            if len(self._alignments) > KEPT_ALIGNMENTS:
+    def _computed(
+        self, row: int, text: str, teacher_pieces: npt.NDArray[np.int32], student_pieces: npt.NDArray[np.int32]
+    ) -> Alignment:
+        found = self._alignments.get(row)
+        if found is None:
+            found = align(text, teacher_pieces, student_pieces, str(self.needs.alignment), lower=self.uncased)
+            self._alignments[row] = found
+            if len(self._alignments) > MEMORIZED_ALIGNMENTS:
                 self._alignments.popitem(last=False)
-        return known
+        return found
 
     def _padded(self, by_token: Sequence[TextTokens]) -> dict[str, Tensor]:
-        """What the teacher said as one batch, padded on the side that the student's tokens are."""
-        lengths = [len(said.pieces) for said in by_token]
+        """The teacher's tokens as one batch, padded on the side of the student's."""
+        lengths = [len(tokens.pieces) for tokens in by_token]
         batch, longest = len(by_token), max(lengths)
         places = [slice(longest - length, None) if self._left else slice(length) for length in lengths]
         tensors = {
@@ -175,26 +177,28 @@ class Collator:
             tensors["importance"] = torch.zeros(batch, longest)
         if self._maps:
             tensors["attention"] = torch.zeros(len(self._maps), batch, longest, longest)
-        for number, (said, place) in enumerate(zip(by_token, places, strict=True)):
-            tensors["states"][number, place] = torch.from_numpy(said.states)
-            tensors["mask"][number, place] = True
-            tensors["special"][number, place] = torch.from_numpy(said.pieces[:, ROLE] != TEXT_TOKEN)
-            if self.needs.importance and said.importance is not None:
-                tensors["importance"][number, place] = torch.from_numpy(said.importance)
-            if self._maps and said.attention is not None:
-                tensors["attention"][:, number, place, place] = torch.from_numpy(said.attention[self._maps])
+        for row, (tokens, place) in enumerate(zip(by_token, places, strict=True)):
+            tensors["states"][row, place] = torch.from_numpy(tokens.states)
+            tensors["mask"][row, place] = True
+            tensors["special"][row, place] = torch.from_numpy(tokens.pieces[:, ROLE] != TEXT_TOKEN)
+            if self.needs.importance and tokens.importance is not None:
+                tensors["importance"][row, place] = torch.from_numpy(tokens.importance)
+            if self._maps and tokens.attention is not None:
+                tensors["attention"][:, row, place, place] = torch.from_numpy(tokens.attention[self._maps])
         return tensors
 
-    def _refuse_other_tokens(
-        self, records: Batch, mine: Sequence[npt.NDArray[np.int32]], by_token: Sequence[TextTokens]
-    ) -> None:
-        for text, pieces, said in zip(records.texts, mine, by_token, strict=False):
-            ours, theirs = pieces[:, ID], said.pieces[:, ID]
-            # Where one model cuts a long text shorter, all but its closing token must still be the other's.
-            same = len(ours) if len(ours) == len(theirs) else min(len(ours), len(theirs)) - 1
-            if not np.array_equal(ours[:same], theirs[:same]):
-                raise NeedsNotMet(
-                    f"the objective compares token by token, but student and teacher cut {text[:60]!r} into "
-                    f"{len(pieces)} and {len(said.pieces)} tokens that are not the same; it needs one tokenizer "
-                    "and prompt for both"
-                )
+
+def _check_same_tokens(
+    records: Batch, student_pieces: Sequence[npt.NDArray[np.int32]], by_token: Sequence[TextTokens]
+) -> None:
+    """Check that student and teacher have the same tokens."""
+    for text, pieces, tokens in zip(records.texts, student_pieces, by_token, strict=False):
+        student, teacher = pieces[:, ID], tokens.pieces[:, ID]
+        # If one model truncates a text to fewer tokens, all but its closing token must match.
+        same = len(student) if len(student) == len(teacher) else min(len(student), len(teacher)) - 1
+        if not np.array_equal(student[:same], teacher[:same]):
+            raise NeedsNotMet(
+                f"the objective compares token by token, but student and teacher split {text[:60]!r} into "
+                f"{len(student)} and {len(teacher)} tokens that are not the same; it needs one tokenizer and prompt "
+                "for both"
+            )

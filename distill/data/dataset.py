@@ -1,10 +1,10 @@
 """Records of a cached corpus, by number or in the order of shuffled epochs.
 
-No teacher, no corpus file: rows come from the manifest, texts and what the teacher said of them from the cache.
+Row numbers come from the manifest, texts and teacher output from the cache; no teacher or corpus file is needed.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,26 +23,26 @@ from teacher_cache.table.view import SpaceView
 from teacher_cache.text_key import text_keys
 
 # Rows whose text is compared with its key when a dataset is opened.
-PROBED_ROWS = 64
+CHECKED_ROWS = 64
 RECORDS_AT_ONCE = 2**20
-# Batches that are sorted by length together.
+# Number of batches whose texts are sorted by length together.
 GROUPED_BATCHES = 50
 
 
 class CachedDataset(Dataset[Batch]):
-    """A corpus in one embedding space, by record number; texts that are left out are skipped over.
+    """A corpus in one embedding space, by record number without the excluded records.
 
-    Pickles without open handles: each data-loading process opens the cache for itself.
+    Pickles without open handles: each data-loading process opens the cache again.
 
     Args:
-        left_out: rows that must not be trained on, wherever they stand in the corpus; they need no vector.
-        pairs: give the second text of each record too.
-        tokens: "states" gives token states too, "attention" the attention maps as well.
+        left_out: rows to exclude from training; records with these texts are skipped. They need no vector.
+        pairs: return the second text of each record too.
+        tokens: "states" returns token states too, "attention" attention maps as well.
 
     Raises:
-        MissingRows: a text of the corpus has no vector in the space, or no tokens where they are asked for.
-        ConfigError: `pairs` of a corpus without a second column, or no record that is not left out.
-        DamagedCache: a text and its key do not belong together.
+        MissingRows: a text of the corpus has no vector, or no tokens if requested, in the space.
+        ConfigError: `pairs` for a corpus with one column, or all records are excluded.
+        DamagedCache: a text does not match its key.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class CachedDataset(Dataset[Batch]):
         if left_out is not None and len(left_out):
             rows = np.setdiff1d(rows, left_out, assume_unique=True)
             excluded = _records_with(left_out, manifest, cache.rows)
-        _refuse_missing(cache, space, self.corpus_name, rows)
+        _check_vectors(cache, space, self.corpus_name, rows)
         if tokens is not None:
-            _refuse_without_tokens(space, self.corpus_name, rows, attention=tokens == "attention")
-        _probe(cache, rows)
-        # Number of trained-on records before each one left out: record i is found by one binary search.
+            _check_tokens(cache, space, self.corpus_name, rows, attention=tokens == "attention")
+        _check_keys(cache, rows)
+        # Number of included records before each excluded one: `places_of` is one binary search.
         self._before_excluded = excluded - np.arange(len(excluded))
         self.records = len(manifest) - len(excluded)
         if self.records == 0:
@@ -87,13 +87,13 @@ class CachedDataset(Dataset[Batch]):
         return self.__dict__ | {"_open": None}
 
     def handles(self) -> tuple[TeacherCache, SpaceView | JointSpace, Manifest]:
-        """Cache, space and corpus as this process has opened them."""
-        if self._open is None or self._process != os.getpid():  # a thread may have held a lock across the fork
+        """Cache, space and manifest, opened in this process."""
+        if self._open is None or self._process != os.getpid():  # a lock may have been held during the fork
             cache = TeacherCache.open(self.cache_path)
             manifest = cache.corpus(self.corpus_name)
             if manifest.record.fingerprint != self.fingerprint:
                 raise RunFolderError(
-                    f"corpus {self.corpus_name!r} of {self.cache_path} was built anew while it was being read"
+                    f"corpus {self.corpus_name!r} of {self.cache_path} was built again while it was read; start again"
                 )
             spaces = [cache.space(slug) for slug in self.space_slugs]
             self._open = (cache, spaces[0] if len(spaces) == 1 else JointSpace(spaces), manifest)
@@ -107,7 +107,7 @@ class CachedDataset(Dataset[Batch]):
         return self.__getitems__([record])
 
     def __getitems__(self, records: Sequence[int]) -> Batch:
-        """The records of those numbers, in that order; DataLoader hands whole batches in here."""
+        """The records with these numbers, in order; DataLoader requests whole batches this way."""
         cache, space, _ = self.handles()
         numbers = np.asarray(records, dtype=np.int64)
         rows = self.rows_of(numbers)
@@ -119,21 +119,21 @@ class CachedDataset(Dataset[Batch]):
         return Batch(cache.texts(wanted), first, space.gather(first), self.places_of(numbers), tokens)
 
     def rows_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`(n, k)` rows of the texts of records by their number."""
+        """`(n, k)` rows of the texts of records."""
         return self.handles()[2].rows_of(self.places_of(records))
 
     def places_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`(n,)` numbers in the whole corpus of records by their number here, where some are left out."""
+        """`(n,)` numbers in the whole corpus of records numbered without the excluded ones."""
         return records + np.searchsorted(self._before_excluded, records, side="right")
 
 
 class ShuffledDataset(Dataset[Batch]):
     """The records of a dataset by their position in shuffled epochs, as `StreamingSampler` counts them.
 
-    Read a window at a time and ahead of use, in each loading process for itself; any position can be asked for.
+    Each loading process reads a window at a time, ahead of use. Any position can be requested.
 
     Args:
-        by_length: make batches of texts of similar length.
+        by_length: batch texts of similar length.
     """
 
     def __init__(self, dataset: CachedDataset, order: WindowedShuffle, *, by_length: bool = False) -> None:
@@ -153,8 +153,8 @@ class ShuffledDataset(Dataset[Batch]):
         return self.__getitems__([position])
 
     def __getitems__(self, positions: Sequence[int]) -> Batch:
-        """The records at positions of one batch."""
-        if self._reader is None or self._process != os.getpid():  # no thread lives on across a fork
+        """The records at the positions of one batch."""
+        if self._reader is None or self._process != os.getpid():  # threads do not survive a fork
             self._process = os.getpid()
             cache, space, _ = self.dataset.handles()
             self._reader = WindowedReader(
@@ -178,20 +178,20 @@ class ShuffledDataset(Dataset[Batch]):
 
 
 def check_pairs(manifest: Manifest) -> None:
-    """Refuse a corpus whose records have one text.
+    """Check that the records of a corpus have two texts.
 
     Raises:
-        ConfigError: naming its column.
+        ConfigError: they have one.
     """
     if len(manifest.record.columns) < 2:
         raise ConfigError(
-            f"views=pair needs two texts a record, but corpus {manifest.record.name!r} has only the "
+            f"views=pair needs two texts per record, but corpus {manifest.record.name!r} has only the "
             f"column {manifest.record.columns[0]!r}; build it with --text-key FIRST,SECOND"
         )
 
 
 def _records_with(texts: npt.NDArray[np.int64], manifest: Manifest, table_rows: int) -> npt.NDArray[np.int64]:
-    """Numbers of the records that hold one of these rows, ascending; read in pieces, a corpus may be long."""
+    """Ascending numbers of the records with one of these rows; reads part of a long corpus at a time."""
     wanted = np.zeros(table_rows, dtype=bool)
     wanted[texts] = True
     found = [
@@ -201,58 +201,53 @@ def _records_with(texts: npt.NDArray[np.int64], manifest: Manifest, table_rows: 
     return np.concatenate(found)
 
 
-def _refuse_missing(
+def _check_vectors(
     cache: TeacherCache, space: SpaceView | JointSpace, corpus: str, rows: npt.NDArray[np.int64]
 ) -> None:
     absent = rows[~space.present(rows)]
-    if not len(absent):
-        return
-    refused = space.quarantined()
-    quarantined = [row for row in absent.tolist() if row in refused]
-    if len(quarantined) == len(absent):
-        raise MissingRows(
-            f"{len(absent)} texts of corpus {corpus!r} have no vector in {space.slug}: they are quarantined, the "
-            f"first, {cache.texts(absent[:1])[0][:60]!r}, because {refused[quarantined[0]]}; set "
-            "data.skip_quarantined=true to train without them"
-        )
-    raise MissingRows(
-        f"{len(absent)} of {len(rows)} texts of corpus {corpus!r} have no vector in {space.slug} "
-        f"({len(quarantined)} of them quarantined); run `tcache build` with this corpus and teacher to fill "
-        "them"
-    )
+    if len(absent):
+        place = f"of corpus {corpus!r} have no vector in {space.slug}"
+        raise _missing(cache, absent, len(rows), place, space.quarantined(), "tcache build")
 
 
-def _refuse_without_tokens(
-    space: SpaceView | JointSpace, corpus: str, rows: npt.NDArray[np.int64], *, attention: bool
+def _check_tokens(
+    cache: TeacherCache, space: SpaceView | JointSpace, corpus: str, rows: npt.NDArray[np.int64], *, attention: bool
 ) -> None:
-    columns = "vectors,tokens,attention" if attention else "vectors,tokens"
+    command = f"tcache build --columns vectors,tokens{',attention' * attention}"
     if space.tokens is None:
-        raise MissingRows(
-            f"space {space.slug} keeps no tokens; `tcache build --columns {columns}` with this corpus and teacher adds "
-            "them"
-        )
+        raise MissingRows(f"space {space.slug} has no tokens; `{command}` with this corpus and teacher adds them")
     absent = rows[~space.tokens.present(rows, attention)]
-    if not len(absent):
-        return
-    refused = space.tokens.quarantined()
-    quarantined = [row for row in absent.tolist() if row in refused]
+    if len(absent):
+        place = f"of corpus {corpus!r} have no {'attention' if attention else 'tokens'} in {space.slug}"
+        raise _missing(cache, absent, len(rows), place, space.tokens.quarantined(), command)
+
+
+def _missing(
+    cache: TeacherCache,
+    absent: npt.NDArray[np.int64],
+    total: int,
+    place: str,
+    reasons: Mapping[int, str],
+    command: str,
+) -> MissingRows:
+    """The error about absent rows: to skip them if all are quarantined, otherwise to compute them."""
+    quarantined = [row for row in absent.tolist() if row in reasons]
     if len(quarantined) == len(absent):
-        raise MissingRows(
-            f"{len(absent)} texts of corpus {corpus!r} have no tokens in {space.slug}: they are quarantined, the first "
-            f"because {refused[quarantined[0]]}; set data.skip_quarantined=true to train without them"
+        return MissingRows(
+            f"{len(absent)} texts {place}: they are quarantined, the first, {cache.texts(absent[:1])[0][:60]!r}, "
+            f"because {reasons[quarantined[0]]}; set data.skip_quarantined=true to train without them"
         )
-    raise MissingRows(
-        f"{len(absent)} of {len(rows)} texts of corpus {corpus!r} have no {'attention' if attention else 'tokens'} in "
-        f"{space.slug} ({len(quarantined)} of them quarantined); run `tcache build --columns {columns}` with this "
-        "corpus and teacher to fill them"
+    return MissingRows(
+        f"{len(absent)} of {total} texts {place} ({len(quarantined)} of them quarantined); run `{command}` with this "
+        "corpus and teacher to compute them"
     )
 
 
-def _probe(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> None:
-    """Compare some rows' texts with their keys: a mixed-up cache is noticed before training, not after."""
-    places = np.unique(np.linspace(0, len(rows) - 1, min(PROBED_ROWS, len(rows))).astype(np.int64))
+def _check_keys(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> None:
+    """Compare the texts of some rows with their keys, to find a damaged cache before training."""
+    places = np.unique(np.linspace(0, len(rows) - 1, min(CHECKED_ROWS, len(rows))).astype(np.int64))
     chosen = rows[places]
     texts = cache.texts(chosen)
     stored = [key.tobytes() for key in cache.texts_table.read_keys(chosen)]
     if stored != text_keys(texts) or not np.array_equal(cache.lookup(texts), chosen):
-        raise DamagedCache(f"texts of {cache.path} do not match their keys; run `tcache verify --deep`")
+        raise DamagedCache(f"texts of {cache.path} do not match their keys; run `tcache verify {cache.path} --deep`")

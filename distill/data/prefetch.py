@@ -1,4 +1,4 @@
-"""Batches made in a thread, a few ahead of the step that takes them."""
+"""Batches prepared in a thread, a few steps ahead."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,16 +12,16 @@ from teacher_cache.reading.stream import Batch
 
 
 class PrefetchedBatches(Dataset[Any]):
-    """Collated batches of a `ShuffledDataset`, by the positions that a `StreamingSampler` hands out.
+    """Collated batches of a `ShuffledDataset`, by the positions that a `StreamingSampler` yields.
 
-    Positions alone say what a batch holds, so the next ones are foreseen, read and tokenized while the step is
-    computed. Any other batch can be asked for too, and is waited for. It is a dataset, so that a loader that is made
-    anew of it, as accelerate makes one to resume, reads ahead as well. torch's loader would need a process for this,
-    which reads every window and holds the cache's buffers a second time.
+    A batch depends only on its positions, so the following ones are predicted, read and tokenized during a step. Any
+    other batch can be requested too, and is waited for. As a dataset it prefetches in every loader that is created from
+    it, such as the one accelerate creates to resume. torch's own prefetching would need a process, which reads every
+    window and holds the buffers of the cache a second time.
 
     Args:
-        following: the positions of the batch behind that of the given ones.
-        ahead: batches that are kept ready.
+        following: the positions of the batch after the given one.
+        ahead: number of batches to keep ready.
     """
 
     def __init__(
@@ -45,39 +45,39 @@ class PrefetchedBatches(Dataset[Any]):
         return self.__getitems__([position])
 
     def __getitems__(self, positions: Sequence[int]) -> Any:
-        """The batch of these positions; what went wrong while it was made is raised here."""
+        """The batch of these positions; raises the errors of preparing it."""
         wanted = list(positions)
         if not self._pending or self._pending[0][0] != wanted:
-            self._forget()
-            self._begin(wanted)
+            self._cancel()
+            self._submit(wanted)
         _, batch = self._pending.popleft()
         while len(self._pending) < self.ahead:
-            self._begin(self.following(self._pending[-1][0] if self._pending else wanted))
+            self._submit(self.following(self._pending[-1][0] if self._pending else wanted))
         return batch.result()
 
     def close(self) -> None:
-        """End the thread, and the reading ahead below it."""
-        self._forget()
+        """End the thread, and the dataset's own reading ahead."""
+        self._cancel()
         if self._thread is not None:
             self._thread.shutdown()
         self._thread = None
         self.dataset.close()
 
-    def _begin(self, positions: list[int]) -> None:
+    def _submit(self, positions: list[int]) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._pending.append((positions, self._thread.submit(_made, self.dataset, self.collate, positions)))
+        self._pending.append((positions, self._thread.submit(_collated, self.dataset, self.collate, positions)))
 
-    def _forget(self) -> None:
+    def _cancel(self) -> None:
         for _, batch in self._pending:
             batch.cancel()
         self._pending.clear()
 
 
-def _made(dataset: ShuffledDataset, collate: Callable[[Batch], Any], positions: list[int]) -> Any:
+def _collated(dataset: ShuffledDataset, collate: Callable[[Batch], Any], positions: list[int]) -> Any:
     return collate(dataset.__getitems__(positions))
 
 
 def pass_through(batch: Any) -> Any:
-    """What collates a batch that is collated."""
+    """The batch unchanged: a `collate_fn` for batches that are already collated."""
     return batch

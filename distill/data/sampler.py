@@ -1,4 +1,4 @@
-"""The order of training as a torch batch sampler: positions in shuffled epochs."""
+"""A torch batch sampler of positions in shuffled epochs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from teacher_cache.reading.shuffle import WindowedShuffle
 class StreamingSampler(Sampler[list[int]]):
     """Batches of positions in a shuffled epoch, for a `ShuffledDataset` of the same order.
 
-    Position p of epoch e is the number `e * len(order) + p`, so that which record it is depends on nothing else,
-    in whatever process it is read. Nothing is remembered but (epoch, position): a run resumes at the exact batch.
+    Position p of epoch e is the number `e * len(order) + p`, which alone determines the record, in any process. The
+    state is only (epoch, position), so a run resumes at the exact batch.
 
     Args:
         order: of this rank.
-        drop_last: leave out the last, smaller batch, because losses that compare the texts of a batch with each
-            other change scale with its size.
+        drop_last: leave out the smaller last batch, because the scale of losses that compare the texts of a batch
+            depends on its size.
     """
 
     def __init__(self, order: WindowedShuffle, *, drop_last: bool = False) -> None:
@@ -28,7 +28,7 @@ class StreamingSampler(Sampler[list[int]]):
         self._position = 0
 
     def __len__(self) -> int:
-        """Batches of an epoch on this rank, however many of them are skipped."""
+        """Batches in an epoch on this rank, skipped ones included."""
         records, batch = len(self.order), self.order.batch
         return records // batch if self.drop_last else -(-records // batch)
 
@@ -37,16 +37,16 @@ class StreamingSampler(Sampler[list[int]]):
             self.epoch, self._skip, self._position = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """`epoch` and `position`: batches of it that this rank has handed out."""
+        """`epoch`, and `position`: the number of its batches that this rank has yielded."""
         return {"epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on behind the first `position` batches of `epoch`."""
+        """Make the next iteration start after the first `position` batches of `epoch`."""
         self.epoch = int(state["epoch"])
         self._skip = self._position = int(state["position"])
 
     def following(self, batch: Sequence[int]) -> list[int]:
-        """The batch behind that one; behind the last one of an epoch, the first one of the next."""
+        """The batch after the given one; after the last batch of an epoch, the first of the next epoch."""
         epoch, position = divmod(batch[0], len(self.order))
         number = position // self.order.batch + 1
         return self._batch(epoch, number) if number < len(self) else self._batch(epoch + 1, 0)

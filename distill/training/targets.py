@@ -132,7 +132,7 @@ class Targets:
             needs=needs,
             restore=None if tokens is None else tokens.restore,
             attention_layers=layers,
-            kept_alignments=self._kept_alignments(objective, student),
+            stored_alignments=self._kept_alignments(objective, student),
             domains_of=manifest.domains_of if self.config.sharpness.name in NEED_DOMAINS else None,
             online=online,
         )

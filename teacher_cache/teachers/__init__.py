@@ -133,7 +133,7 @@ def load_tokenizer(spec: TeacherSpec) -> Any:
 
 
 def token_shape(spec: TeacherSpec) -> TokenShape:
-    """The sizes of a teacher's token output, from configuration files only.
+    """The sizes of a teacher's token-level output, from configuration files only.
 
     Raises:
         TeacherError: the backend returns vectors only, or the configuration lacks a size.
@@ -159,7 +159,7 @@ def resolve_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> 
     if spec.folder is None:
         return spec.with_dtype("float32")
     with optional_import(f"teacher {spec.space.teacher}"):
-        # Measured without token output, so that the dtype is the same with and without a request.
+        # Measured without token-level output, so that the dtype is the same with and without a request.
         return spec.with_dtype(choose_dtype(replace(spec, request=None), load_teacher))
 
 

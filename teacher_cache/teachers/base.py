@@ -28,7 +28,7 @@ class Encoded:
         tokens: `(n,)` int32, tokens after truncation, special tokens and prompt included.
         truncated: `(n,)` bool, texts longer than the `max_length` of the space.
         repaired: `(n,)` bool, rows that were non-finite or zero in the compute precision and valid in float32.
-        by_token: token output of each text; None if the spec has no request.
+        by_token: token-level output of each text; None if the spec has no request.
     """
 
     vectors: npt.NDArray[np.float32]
@@ -71,7 +71,7 @@ class TeacherSpec:
 
     Attributes:
         folder: local folder of the model's files; None for a teacher without files.
-        request: token output to compute besides the vectors; None for vectors only.
+        request: token-level output to compute besides the vectors; None for vectors only.
     """
 
     options: TeacherOptions
@@ -115,14 +115,14 @@ class Teacher(ABC):
 
     @classmethod
     def token_shape(cls, spec: TeacherSpec) -> TokenShape:
-        """The sizes of the token output, from configuration files only.
+        """The sizes of the token-level output, from configuration files only.
 
         Raises:
             TeacherError: the backend returns vectors only, which is the default.
         """
         raise TeacherError(
-            f"the backend {spec.space.backend} of {spec.space.teacher} returns vectors only: token output needs a "
-            "model folder and `backend` transformer or sentence_transformer"
+            f"the backend {spec.space.backend} of {spec.space.teacher} returns vectors only: token-level output needs "
+            "a model folder and `backend` transformer or sentence_transformer"
         )
 
     @abstractmethod

@@ -35,7 +35,7 @@ class LoadedModel:
     """A forward pass in one dtype, and its transformers tokenizer.
 
     Attributes:
-        network: the transformers model that the forward pass runs; token output needs it.
+        network: the transformers model that the forward pass runs; token-level output needs it.
     """
 
     forward: Forward
@@ -65,7 +65,7 @@ class _Tokens:
 
     Attributes:
         types: token type ids, if the tokenizer returns them.
-        pieces: word pieces as in `TextTokens`, if token output is requested.
+        pieces: word pieces as in `TextTokens`, if token-level output is requested.
     """
 
     ids: list[list[int]]
@@ -86,7 +86,7 @@ class BatchedEncoder:
     """Encodes texts with the forward pass that `load` returns for a dtype.
 
     Args:
-        request: token output to compute; None for vectors only.
+        request: token-level output to compute; None for vectors only.
         check_padding: check at the start that padding does not change a vector.
 
     Raises:
@@ -227,7 +227,7 @@ class BatchedEncoder:
     def _encode(
         self, model: LoadedModel, tokens: _Tokens, rows: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.float32], list[TextTokens]]:
-        """`(len(rows), dims)` float32 vectors of rows of `tokens`, and their token output."""
+        """`(len(rows), dims)` float32 vectors of rows of `tokens`, and their token-level output."""
         vectors = np.empty((len(rows), self.space.dims), dtype=np.float32)
         by_token: dict[int, TextTokens] = {}
 
@@ -276,7 +276,7 @@ class BatchedEncoder:
         return _Output(functional.normalize(vectors, dim=1) if self.space.normalize else vectors, by_token)
 
     def _recording(self, model: LoadedModel, mask: Tensor) -> tuple[TokenPass | None, AbstractContextManager[None]]:
-        """The token output of one forward pass, and the context that records it."""
+        """The token-level output of one forward pass, and the context that records it."""
         if self._request is None:
             return None, nullcontext()
         maps = self._request.attention is not None

@@ -1,4 +1,4 @@
-"""The token output of each text, recorded from one forward pass over a padded batch."""
+"""The token-level output of each text, recorded from one forward pass over a padded batch."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TokenPass:
-    """The requested token output of b texts padded to t tokens, on the device until `fetch`.
+    """The requested token-level output of b texts padded to t tokens, on the device until `fetch`.
 
     `record_attention` and `record_output` are callbacks of `attention.record_forward`.
     """
@@ -42,7 +42,7 @@ class TokenPass:
         self._states = output[0][self._mask.bool()].float()
 
     def fetch(self, pieces: Sequence[npt.NDArray[np.int32]]) -> list[TextTokens]:
-        """The token output of each text of the batch, given its word pieces."""
+        """The token-level output of each text of the batch, given its word pieces."""
         if self._states is None:
             raise RuntimeError("fetch was called before a forward pass was recorded")
         states = self._states.cpu().numpy()

@@ -171,7 +171,7 @@ def test_a_corpus_that_was_built_anew_meanwhile_is_noticed_in_a_loader_process(t
         pickled = pickle.dumps(dataset(cache, "texts"))
     small_cache(tmp_path, varied_texts(30))
     again: CachedDataset = pickle.loads(pickled)
-    with pytest.raises(RunFolderError, match="built anew"):
+    with pytest.raises(RunFolderError, match="built again"):
         again[0]
 
 

@@ -55,7 +55,7 @@ def test_it_is_asked_as_the_cached_space_was(models: dict[str, Path], name: str,
     spec = resolve(options(models[name], **way))
     cached = load_teacher(replace(spec, request=EVERYTHING)).encode_counted(TEXTS)
     teacher = load_online_teacher(str(models[name]), spec.space, "cpu", EVERYTHING)
-    said = teacher.said(TEXTS)
+    said = teacher.encode(TEXTS)
     assert teacher.space == spec.space
     np.testing.assert_array_equal(said.vectors, cached.vectors)
     assert said.by_token is not None
@@ -68,7 +68,7 @@ def test_it_is_asked_as_the_cached_space_was(models: dict[str, Path], name: str,
 def test_a_short_name_and_the_toy_teacher_work_too() -> None:
     space = resolve(TeacherOptions(model="toy", dims=12, prompt="ask ")).space
     teacher = load_online_teacher("toy", space, None, TokenRequest())
-    said = teacher.said(["one two"])
+    said = teacher.encode(["one two"])
     np.testing.assert_array_equal(
         said.vectors, load_teacher(resolve(TeacherOptions(model="toy", dims=12, prompt="ask "))).encode(["one two"])
     )
@@ -127,9 +127,9 @@ def test_answers_are_constants_that_a_loss_can_use(models: dict[str, Path]) -> N
 
 def test_autocast_of_the_student_does_not_reach_it(models: dict[str, Path]) -> None:
     teacher = online(models["bert"])
-    plain = teacher.said(TEXTS).vectors
+    plain = teacher.encode(TEXTS).vectors
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = teacher.said(TEXTS).vectors
+        inside = teacher.encode(TEXTS).vectors
         _, internals = teacher.encode_with_internals(TEXTS)
     np.testing.assert_array_equal(inside, plain)
     torch.testing.assert_close(internals.attention, teacher.encode_with_internals(TEXTS)[1].attention, atol=0, rtol=0)
@@ -161,9 +161,9 @@ def test_internals_come_out_of_one_pass_or_not_at_all(models: dict[str, Path], m
 
 def test_internals_that_cannot_be_had_are_refused(models: dict[str, Path]) -> None:
     toy = resolve(TeacherOptions(model="toy")).space
-    with pytest.raises(NeedsNotMet, match="no transformers model"):
+    with pytest.raises(NeedsNotMet, match="need a transformers model"):
         load_online_teacher("toy", toy, internals=True)
-    with pytest.raises(NeedsNotMet, match="opened without"):
+    with pytest.raises(NeedsNotMet, match="loaded without internals"):
         online(models["bert"], internals=False).encode_with_internals(TEXTS)
     with pytest.raises(NeedsNotMet, match="grouped queries"):
         online(models["qwen3"]).encode_with_internals(TEXTS)
