@@ -242,19 +242,17 @@ class Corpus:
         for source in self._inputs:
             first = counts["records"]
             for texts, domain in read_records(source, Columns(self.columns, self.domain_key), counts):
-                kept = []
-                for text in texts:
-                    try:
-                        encoded = text.encode("utf-8")
-                    except UnicodeEncodeError:
-                        text = _SURROGATE.sub("\ufffd", text)
-                        encoded = text.encode("utf-8")
-                        counts["replaced_surrogates"] += 1
-                    counts["nul"] += "\0" in text
-                    digest.add(encoded)
-                    kept.append(text)
+                try:
+                    encoded = [text.encode() for text in texts]
+                except UnicodeEncodeError:
+                    counts["replaced_surrogates"] += sum(_SURROGATE.search(text) is not None for text in texts)
+                    texts = tuple(_SURROGATE.sub("\ufffd", text) for text in texts)
+                    encoded = [text.encode() for text in texts]
+                for data in encoded:
+                    counts["nul"] += b"\0" in data
+                    digest.add(data)
                 counts["records"] += 1
-                batch.append(tuple(kept))
+                batch.append(texts)
                 if self.domain_key is not None:
                     numbers.append(domains.add(domain, source.name))
                 if len(batch) == n:

@@ -45,13 +45,15 @@ def read_records(source: Source, columns: Columns, counts: dict[str, int]) -> It
             counts["skipped_empty"] += 1
             continue
         texts = tuple(values[:width])
-        for column, text in zip(columns.texts, texts, strict=True):
+        skipped = False
+        for text in texts:
             if not isinstance(text, str):
                 raise CorpusError(
-                    f"{source.position(number)}: {column!r} is {_json_name(text)}, expected a string; make it a "
-                    "string or remove the record"
+                    f"{source.position(number)}: {columns.texts[texts.index(text)]!r} is {_json_name(text)}, expected "
+                    "a string; make it a string or remove the record"
                 )
-        if any(_is_empty(text) for text in texts):
+            skipped = skipped or not text or text.isspace()
+        if skipped:
             counts["skipped_empty"] += 1
         elif columns.domain is None:
             yield texts, ""
