@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache, MissingRows
+from teacher_cache.storage.chunks import BLOBS
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.index import Change, shard_key
 from teacher_cache.storage.shards import ShardedArray
@@ -196,7 +197,7 @@ def align_corpus(
                 done += len(part)
                 report(done, len(missing))
             try:
-                cache.index.commit([column.write(number, shard, blobs, 0.0)])
+                cache.index.commit(column.write(number, shard, blobs, 0.0))
             except DamagedCache as error:
                 raise column.damaged(error) from error
         return AlignReport(
@@ -228,8 +229,9 @@ def _new_column(cache: TeacherCache, view: SpaceView, settings: AlignmentSetting
     name, folder = settings.column_name(view), view.folder / settings.array
     cache.index.commit([Change("shards", shard_key(name, number), None) for number, _ in cache.index.iter_shards(name)])
     shutil.rmtree(folder, ignore_errors=True)
-    ShardedArray.create_blobs(
+    ShardedArray.create(
         folder,
+        dtype=BLOBS,
         shard_rows=cache.shard_rows,
         chunk_rows=math.gcd(CHUNK_ROWS, cache.shard_rows),
         itemsize=_PAIR.itemsize,

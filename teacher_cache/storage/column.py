@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import MissingRows
 from teacher_cache.storage.chunks import Rows
-from teacher_cache.storage.index import Change, Index, ShardRecord, shard_key
+from teacher_cache.storage.index import Change, Index, ShardRecord, quarantine_key, shard_key
 from teacher_cache.storage.shards import ShardedArray
 
 
@@ -19,11 +19,13 @@ class Column:
     Args:
         name: of the array in the index.
         folder: of the array.
+        quarantine: name of its quarantined rows in the index; None means `name`.
     """
 
-    def __init__(self, index: Index, name: str, folder: Path) -> None:
+    def __init__(self, index: Index, name: str, folder: Path, quarantine: str | None = None) -> None:
         self.index = index
         self.name = name
+        self.quarantine_name = name if quarantine is None else quarantine
         self.array = ShardedArray(folder)
         self.shard_rows = self.array.shard_rows
         # First absent row of each shard, as far as it is known; few shards have rows after it.
@@ -32,7 +34,8 @@ class Column:
         self._gappy: dict[int, ShardRecord] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"index": self.index, "name": self.name, "folder": self.array.folder}
+        state = {"index": self.index, "name": self.name, "folder": self.array.folder}
+        return state | {"quarantine": self.quarantine_name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -40,6 +43,26 @@ class Column:
     def record(self, number: int) -> ShardRecord | None:
         """The current record of a shard; None if it has no rows."""
         return self.index.shard(self.name, number)
+
+    def present_count(self) -> int:
+        """Number of present rows."""
+        return sum(int(record.present.sum()) for _, record in self.index.iter_shards(self.name))
+
+    def worst_error(self) -> float:
+        """Largest 1 - cos between a stored row and the teacher output."""
+        return max((record.worst_error for _, record in self.index.iter_shards(self.name)), default=0.0)
+
+    def quarantined(self, rows: range | None = None) -> dict[int, str]:
+        """Row -> reason of the quarantined rows, optionally within a range."""
+        return self.index.quarantined(self.quarantine_name, rows)
+
+    def missing_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Ascending distinct rows that are neither present nor quarantined."""
+        missing = rows[~self.present(rows)]
+        if not len(missing):
+            return missing
+        quarantined = self.quarantined(range(int(missing.min()), int(missing.max()) + 1))
+        return np.setdiff1d(missing, np.fromiter(quarantined, dtype=np.int64))
 
     def present(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """`(n,)`: which rows are present; -1, which stands for an unknown text, is not."""
@@ -99,8 +122,8 @@ class Column:
             raise MissingRows(f"{self.name} lacks {len(missing)} of {len(rows)} rows, the first is row {missing[0]}")
         return self.array.read(rows, out)
 
-    def write(self, number: int, rows: npt.NDArray[np.int64], stored: Rows, worst: float) -> Change:
-        """Replace a shard by one with more rows; returns the change to commit.
+    def write(self, number: int, rows: npt.NDArray[np.int64], stored: Rows, worst: float) -> list[Change]:
+        """Replace a shard by one with more rows, no longer quarantined; returns the changes to commit.
 
         The file is durable when this returns; readers see its new rows after the commit.
 
@@ -125,4 +148,16 @@ class Column:
         receipt = self.array.write_shard(number, body, present)
         self.array.grow(self.index.rows())  # to the size of the table: once per build
         record = ShardRecord(receipt.digest, worst, receipt.size, present)
-        return Change("shards", shard_key(self.name, number), record.pack())
+        shard = range(number * self.shard_rows, (number + 1) * self.shard_rows)
+        released = sorted(self.quarantined(shard).keys() & set(rows.tolist()))
+        return [
+            Change("shards", shard_key(self.name, number), record.pack()),
+            *(Change("quarantine", quarantine_key(self.quarantine_name, row), None) for row in released),
+        ]
+
+    def quarantine(self, reasons: dict[int, str]) -> list[Change]:
+        """The changes that quarantine rows, by row -> reason."""
+        return [
+            Change("quarantine", quarantine_key(self.quarantine_name, row), reason.encode())
+            for row, reason in reasons.items()
+        ]

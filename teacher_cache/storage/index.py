@@ -140,7 +140,7 @@ class Index:
         return self._shared
 
     def _check_identity(self, cache: str) -> None:
-        found = (self._meta("cache") or b"").decode()
+        found = (self.record("meta", "cache") or b"").decode()
         if found != cache:
             self._release()
             raise CacheError(
@@ -274,12 +274,9 @@ class Index:
                 else:
                     txn.put(change.key, change.value, db=database)
 
-    def _meta(self, name: str) -> bytes | None:
-        return self.record("meta", name)
-
     def rows(self) -> int:
         """Number of texts in the table."""
-        value = self._meta("rows")
+        value = self.record("meta", "rows")
         return 0 if value is None else int(_ROW.unpack(value)[0])
 
     @property
@@ -287,7 +284,7 @@ class Index:
         """End of a message about missing data: the age of a sealed copy; "" for the live index."""
         if self.sealed_copy_of is None:
             return ""
-        when = (self._meta("sealed") or b"an unknown time").decode()
+        when = (self.record("meta", "sealed") or b"an unknown time").decode()
         return f"; read from the index as sealed at {when}: `tcache seal` makes a newer copy"
 
     def key_count(self) -> int:

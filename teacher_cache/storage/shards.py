@@ -108,74 +108,57 @@ class ShardedArray:
         cls,
         folder: Path,
         *,
-        width: int | None,
         dtype: str,
+        width: int | None = None,
         shard_rows: int,
         chunk_rows: int,
         compressed: bool,
         checksum: bool = True,
+        itemsize: int | None = None,
     ) -> Self:
-        """Create an empty array of numbers, or with `width` None of strings.
+        """Create an empty array.
 
-        Missing rows of a float array read as NaN in zarr-python, so that they are not taken for vectors.
+        In zarr-python, missing rows of a float array read as NaN, so that they are not taken for vectors.
 
         Args:
+            dtype: of numbers, "str" or `BLOBS`.
+            width: numbers per row; None for strings and byte strings.
             compressed: by blosc (lz4 after a bit shuffle), strings by zstd.
             checksum: of chunks that are not compressed; compressed chunks always have one.
+            itemsize: bytes of the numbers in byte strings.
         """
+        import zarr
         from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
+        tail = () if width is None else (width,)
         compressors: list[Any] = []
-        if compressed and width is None:
+        if compressed and dtype == "str":
             compressors.append(ZstdCodec(level=3))
         elif compressed:
-            itemsize = np.dtype(dtype).itemsize
-            compressors.append(BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=itemsize))
+            # With its default block size, which is much larger, blosc leaves token states uncompressed; this saves 5 %.
+            compressors.append(
+                BloscCodec(
+                    cname="lz4",
+                    clevel=5,
+                    shuffle="bitshuffle",
+                    typesize=itemsize or np.dtype(dtype).itemsize,
+                    blocksize=BLOB_BLOCK if dtype == BLOBS else 0,
+                )
+            )
         if compressed or checksum:
             compressors.append(Crc32cCodec())
-        fill = float("nan") if np.dtype(dtype).kind == "f" and width is not None else None
-        return cls._create(folder, () if width is None else (width,), dtype, fill, shard_rows, chunk_rows, compressors)
-
-    @classmethod
-    def create_blobs(cls, folder: Path, *, shard_rows: int, chunk_rows: int, itemsize: int, compressed: bool) -> Self:
-        """Create an empty array of byte strings of any length; missing rows read as b"" in zarr-python.
-
-        Args:
-            itemsize: bytes of the numbers in the byte strings.
-            compressed: by blosc (lz4 after a bit shuffle). Chunks always have a checksum.
-        """
-        from zarr.codecs import BloscCodec, Crc32cCodec
-
-        # With its default block size, which is much larger, blosc leaves token states uncompressed; this saves 5 %.
-        blosc = BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=itemsize, blocksize=BLOB_BLOCK)
-        compressors = [*([blosc] if compressed else []), Crc32cCodec()]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*VariableLengthBytes.*does not have a Zarr V3 specification")
-            return cls._create(folder, (), BLOBS, None, shard_rows, chunk_rows, compressors)
-
-    @classmethod
-    def _create(
-        cls,
-        folder: Path,
-        tail: tuple[int, ...],
-        dtype: str,
-        fill: float | None,
-        shard_rows: int,
-        chunk_rows: int,
-        compressors: list[Any],
-    ) -> Self:
-        import zarr
-
-        zarr.create_array(
-            store=str(folder),
-            shape=(0, *tail),
-            shards=(shard_rows, *tail),
-            chunks=(chunk_rows, *tail),
-            dtype=dtype,
-            fill_value=fill,
-            compressors=compressors,
-            overwrite=True,
-        )
+            zarr.create_array(
+                store=str(folder),
+                shape=(0, *tail),
+                shards=(shard_rows, *tail),
+                chunks=(chunk_rows, *tail),
+                dtype=dtype,
+                fill_value=float("nan") if width is not None and np.dtype(dtype).kind == "f" else None,
+                compressors=compressors,
+                overwrite=True,
+            )
         metadata = (folder / "zarr.json").read_bytes()
         with atomic_write(folder / "zarr.json") as file:  # zarr-python does not fsync it
             file.write(metadata)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.storage.column import Column
-from teacher_cache.storage.index import Change, Index, ShardRecord, shard_key
+from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.text_key import KEY_BYTES, text_keys
 
@@ -126,25 +126,19 @@ class TextAppender:
         number, start = divmod(self._first_row, table.shard_rows)
         count = min(len(self._texts), table.shard_rows - start)
         written = len(self._keys) - len(self._texts)
-        texts: npt.NDArray[np.object_] = np.empty(start + count, dtype=object)
-        keys = np.empty((start + count, KEY_BYTES), dtype=np.uint8)
-        texts[start:] = self._texts[:count]
+        texts = np.array(self._texts[:count], dtype=object)
         joined = b"".join(islice(self._keys, written, written + count))
-        keys[start:] = np.frombuffer(joined, dtype=np.uint8).reshape(-1, KEY_BYTES)
-        present = np.arange(table.shard_rows) < start + count
+        keys = np.frombuffer(joined, dtype=np.uint8).reshape(-1, KEY_BYTES)
+        rows = np.arange(self._first_row, self._first_row + count)
         for column, values in ((table.text, texts), (table.keys, keys)):
-            if start:  # the shard exists: write it again with its rows
-                before = column.record(number)
-                held = 0 if before is None else int(before.present.sum())
-                if before is None or held != start:
-                    raise DamagedCache(
-                        f"the index has {held} rows of shard {number} of {column.name}, expected {start}; run "
-                        "`tcache verify`"
-                    )
-                values[:start] = column.array.read_checked(number, before.present, before.digest)
-            receipt = column.array.write_shard(number, values, present[: len(values)])
-            record = ShardRecord(receipt.digest, 0.0, receipt.size, present)
-            self._records.append(Change("shards", shard_key(column.name, number), record.pack()))
+            before = column.record(number)
+            held = 0 if before is None else int(before.present.sum())
+            if held != start:
+                raise DamagedCache(
+                    f"the index has {held} rows of shard {number} of {column.name}, expected {start}; run "
+                    "`tcache verify`"
+                )
+            self._records += column.write(number, rows, values, 0.0)
         del self._texts[:count]
 
     def _publish(self) -> None:

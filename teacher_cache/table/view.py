@@ -24,7 +24,7 @@ from teacher_cache.storage.codec import (
     stored_name,
 )
 from teacher_cache.storage.column import Column
-from teacher_cache.storage.index import Change, Index, quarantine_key
+from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.text_key import text_keys
 
@@ -124,7 +124,7 @@ class SpaceView:
         self.slug = record.space.slug
         self.array_name = record.array_name
         self.encoding: Encoding = find_encoding(record.storage)
-        self.column = Column(index, self.array_name, self.folder / record.array)
+        self.column = Column(index, self.array_name, self.folder / record.array, quarantine=self.slug)
         self.vectors = self.column.array
 
     @property
@@ -150,15 +150,15 @@ class SpaceView:
 
     def present_count(self) -> int:
         """Number of rows that have a vector."""
-        return sum(int(record.present.sum()) for _, record in self.index.iter_shards(self.array_name))
+        return self.column.present_count()
 
     def worst_error(self) -> float:
         """Largest 1 - cos between a stored vector and the teacher output."""
-        return max((record.worst_error for _, record in self.index.iter_shards(self.array_name)), default=0.0)
+        return self.column.worst_error()
 
     def quarantined(self, rows: range | None = None) -> dict[int, str]:
         """Row -> reason of its quarantine; of all rows, or of a range."""
-        return self.index.quarantined(self.slug, rows)
+        return self.column.quarantined(rows)
 
     def __len__(self) -> int:
         return self.present_count()
@@ -263,11 +263,7 @@ class SpaceView:
 
     def missing_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows without a vector that are not quarantined either."""
-        missing = rows[~self.present(rows)]
-        if not len(missing):
-            return missing
-        quarantined = self.quarantined(range(int(missing.min()), int(missing.max()) + 1))
-        return np.setdiff1d(missing, np.fromiter(quarantined, dtype=np.int64), assume_unique=True)
+        return self.column.missing_rows(as_rows(rows))
 
     def write(
         self,
@@ -302,18 +298,11 @@ class SpaceView:
         checked = check_rows(vectors, self.encoding)
         good = np.array([place not in checked.quarantined for place in range(len(rows))], dtype=bool)
         refused = {int(rows[place]): reason for place, reason in checked.quarantined.items()}
-        changes = [
-            Change("quarantine", quarantine_key(self.slug, row), reason.encode()) for row, reason in refused.items()
-        ]
+        changes = self.column.quarantine(refused)
         stored = rows[good]
-        shard = range(number * self.vectors.shard_rows, (number + 1) * self.vectors.shard_rows)
-        changes += [
-            Change("quarantine", quarantine_key(self.slug, row), None)
-            for row in sorted(self.quarantined(shard).keys() & set(stored.tolist()))
-        ]
         if len(stored):
             worst = combined_error(error, float(checked.cosine_error[good].max()))
-            changes.append(self.column.write(number, stored, checked.stored[good], worst))
+            changes += self.column.write(number, stored, checked.stored[good], worst)
         published = self.index.record("spaces", self.slug)
         before = self.record if published is None else SpaceRecord.from_json(published)
         now = replace(

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import CacheError, DamagedCache, MissingRows, TeacherError
-from teacher_cache.storage.chunks import Rows
+from teacher_cache.storage.chunks import BLOBS, Rows
 from teacher_cache.storage.codec import ENCODINGS, Encoding, check_rows, encoding_name, stored_name
 from teacher_cache.storage.column import Column
-from teacher_cache.storage.index import Change, Index, quarantine_key
+from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.tokens.request import TextTokens, TokenRequest, TokenShape
 
@@ -151,8 +151,9 @@ def checked_layers(layers: Sequence[int], shape: TokenShape) -> tuple[int, ...]:
 
 def create_array(folder: Path, record: TokenRecord, array: str, shard_rows: int) -> ShardedArray:
     """Create an empty array named `array`; all arrays of a space have the same shard rows."""
-    return ShardedArray.create_blobs(
+    return ShardedArray.create(
         folder,
+        dtype=BLOBS,
         shard_rows=shard_rows,
         chunk_rows=math.gcd(CHUNK_ROWS, shard_rows),
         itemsize={STATES: np.dtype(record.encoding.dtype), PIECES: _PIECE, ATTENTION: _HALF}[array].itemsize,
@@ -230,31 +231,20 @@ class TokenColumns:
 
     def present_count(self, array: str = STATES) -> int:
         """Number of rows of an array."""
-        name = self.columns[array].name
-        return sum(int(record.present.sum()) for _, record in self.index.iter_shards(name))
+        return self.columns[array].present_count()
 
     def worst_error(self) -> float:
         """Largest 1 - cos between a stored state and the teacher output."""
-        name = self.columns[STATES].name
-        return max((record.worst_error for _, record in self.index.iter_shards(name)), default=0.0)
+        return self.columns[STATES].worst_error()
 
     def quarantined(self, array: str = STATES, rows: range | None = None) -> dict[int, str]:
         """Row -> reason of the quarantined rows of an array, optionally within a range."""
-        return self.index.quarantined(self.columns[array].name, rows)
+        return self.columns[array].quarantined(rows)
 
     def missing_rows(self, rows: npt.NDArray[np.int64], attention: bool = False) -> npt.NDArray[np.int64]:
         """Ascending rows without states, or optionally attention, that are not quarantined."""
-        missing = [self._missing_in(rows, self.columns[STATES])]
-        if attention and ATTENTION in self.columns:
-            missing.append(self._missing_in(rows, self.columns[ATTENTION]))
-        return np.unique(np.concatenate(missing))
-
-    def _missing_in(self, rows: npt.NDArray[np.int64], column: Column) -> npt.NDArray[np.int64]:
-        missing = rows[~column.present(rows)]
-        if not len(missing):
-            return missing
-        quarantined = self.index.quarantined(column.name, range(int(missing.min()), int(missing.max()) + 1))
-        return np.setdiff1d(missing, np.fromiter(quarantined, dtype=np.int64))
+        arrays = (STATES, ATTENTION) if attention and ATTENTION in self.columns else (STATES,)
+        return np.unique(np.concatenate([self.columns[array].missing_rows(rows) for array in arrays]))
 
     def gather(self, rows: npt.NDArray[np.int64], attention: bool = False) -> list[TextTokens]:
         """Token-level teacher output of n texts, in the order of `rows`.
@@ -420,8 +410,6 @@ class TokenColumns:
             DamagedCache: the shard's older rows are not the values that were written; nothing changes.
         """
         changes: list[Change] = []
-        shard = range(number * self.shard_rows, (number + 1) * self.shard_rows)
-        known = {array: self.index.quarantined(column.name, shard) for array, column in self.columns.items()}
         for array, column in self.columns.items():
             blobs = {row: getattr(text, _FIELDS[array]) for row, text in stored.items()}
             rows = np.array(sorted(row for row, blob in blobs.items() if blob is not None), dtype=np.int64)
@@ -430,17 +418,12 @@ class TokenColumns:
                 values = np.empty(len(rows), dtype=object)
                 values[:] = [blobs[row] for row in rows.tolist()]
                 worst = max(errors[row] for row in rows.tolist()) if array == STATES else 0.0
-                changes.append(column.write(number, rows, values, worst))
-                changes += [
-                    Change("quarantine", quarantine_key(column.name, row), None)
-                    for row in rows.tolist()
-                    if row in known[array]
-                ]
-            invalid = np.array(sorted(quarantined) if array != PIECES else [], dtype=np.int64)
-            changes += [
-                Change("quarantine", quarantine_key(column.name, row), quarantined[row].encode())
-                for row in invalid[~column.present(invalid)].tolist()
-            ]
+                changes += column.write(number, rows, values, worst)
+            if array != PIECES:
+                invalid = np.array(sorted(quarantined), dtype=np.int64)
+                changes += column.quarantine(
+                    {row: quarantined[row] for row in invalid[~column.present(invalid)].tolist()}
+                )
         return changes
 
 

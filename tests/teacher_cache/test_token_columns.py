@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teacher_cache.errors import CacheError, DamagedCache, MissingRows, TeacherError
+from teacher_cache.storage.chunks import BLOBS
 from teacher_cache.storage.codec import stored_name
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
@@ -31,7 +32,9 @@ blobs = st.lists(st.one_of(st.none(), st.binary(min_size=1, max_size=300)), min_
 
 
 def ragged(folder: Path, *, compressed: bool = True, itemsize: int = 2) -> ShardedArray:
-    return ShardedArray.create_blobs(folder, shard_rows=SHARD, chunk_rows=4, itemsize=itemsize, compressed=compressed)
+    return ShardedArray.create(
+        folder, dtype=BLOBS, shard_rows=SHARD, chunk_rows=4, itemsize=itemsize, compressed=compressed
+    )
 
 
 def objects(values: list[bytes | None]) -> npt.NDArray[np.object_]:
