@@ -20,7 +20,7 @@ from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions
 
-REQUIRED = ("numpy", "zarr", "numcodecs", "lmdb", "click", "pyyaml", "rich")
+REQUIRED = ("numpy", "zarr", "numcodecs", "google-crc32c", "lmdb", "click", "pyyaml", "rich")
 # Ray and data loaders pass tensors through shared memory; containers often have 64 MB of it.
 SMALL_SHARED_MEMORY = 2**30
 

@@ -77,7 +77,7 @@ class ReindexReport:
 def reindex(path: str | Path, *, report: Callable[[int, int], None] = lambda done, total: None) -> ReindexReport:
     """Replace the index of a cache by a new one built from its shards; the old one is moved to `damaged/`.
 
-    Quarantined rows are forgotten, so the next build encodes them again. So is what encoding has cost.
+    Quarantined rows and the cost of encoding are lost with the old index, so the next build encodes those rows again.
 
     Args:
         report: called after every shard with how many are read and how many there are.

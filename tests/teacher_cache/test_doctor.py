@@ -1,6 +1,7 @@
 """`tcache doctor`: what it reports of libraries, without importing them."""
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,17 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from teacher_cache.maintenance.doctor import examine, extras
+from teacher_cache.maintenance.doctor import REQUIRED, examine, extras
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Extras for the development of this project, not for its users.
 FOR_DEVELOPMENT = {"bench", "dev"}
 
 
 def test_every_extra_of_the_project_is_listed_once() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     listed = [finding.what.removeprefix("extra ") for finding in examine() if finding.what.startswith("extra ")]
-    assert sorted(listed) == sorted(declared.keys() - FOR_DEVELOPMENT)
+    assert sorted(listed) == sorted(PROJECT["optional-dependencies"].keys() - FOR_DEVELOPMENT)
+
+
+def test_every_required_library_of_the_project_is_checked() -> None:
+    assert {re.split(r"[<>=]", requirement)[0] for requirement in PROJECT["dependencies"]} == set(REQUIRED)
 
 
 def test_a_missing_library_comes_with_the_command_that_installs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
