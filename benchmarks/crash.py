@@ -224,9 +224,9 @@ class Watch:
                 if value not in self.log.begun.get(key, ()):
                     self.faults.append(f"{key[0]} {bytes.fromhex(key[1])!r} is visible and was never committed")
             now = vectors_of(cache)
-            gone = [text for text, vector in self.vectors.items() if now.get(text) != vector]
-            self.lost += len(gone)
-            self.faults += [f"the vector of {text!r} is lost or has changed" for text in gone]
+            lost = [text for text, vector in self.vectors.items() if now.get(text) != vector]
+            self.lost += len(lost)
+            self.faults += [f"the vector of {text!r} is lost or has changed" for text in lost]
             self.faults += [
                 f"the vector of {text!r} is not the teacher's" for text in now if now[text] != expected[text]
             ]
@@ -298,7 +298,7 @@ def reference(folder: Path, corpora: list[Path], storage: str) -> tuple[Path, fl
     return cache, (time.perf_counter() - started) / len(corpora)
 
 
-def kill_builds(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> Tally:
+def kill_builds(folder: Path, kills: int, seed: int, show: Callable[[str], None]) -> Tally:
     draw = random.Random(seed)
     tally = Tally()
     corpora = write_corpora(folder)
@@ -329,7 +329,7 @@ def kill_builds(folder: Path, kills: int, seed: int, say: Callable[[str], None])
                     tally.kills += 1
                     tally.points[point] += 1
                     tally.inside[watch.log.inside or "elsewhere"] += 1
-                    say(f"{tally.kills} kills, {tally.lost + watch.lost} rows lost")
+                    show(f"{tally.kills} kills, {tally.lost + watch.lost} rows lost")
         tally.builds += 1
         if contents(cache) != expected:
             watch.faults.append("a build that was killed and resumed differs from one that was never killed")
@@ -352,11 +352,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
 
-    def say(line: str) -> None:
+    def show(line: str) -> None:
         print(f"\r{line}", end="", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as scratch:
-        tally = kill_builds(Path(scratch), 10 if options.quick else options.kills, options.seed, say)
+        tally = kill_builds(Path(scratch), 10 if options.quick else options.kills, options.seed, show)
         print(file=sys.stderr)
         corpora = write_corpora(Path(scratch))
         wholes = {storage: reference(Path(scratch), corpora, storage)[0] for storage in ENCODINGS}

@@ -1,4 +1,4 @@
-"""Builds a new index from the shards of a cache whose index is gone or cannot be opened.
+"""Builds a new index from the shards of a cache whose index is missing or cannot be opened.
 
 Texts and keys confirm each other, and a fingerprint confirms a corpus. Nothing confirms vectors, because their digests
 were in the index: they are taken if they decode and are valid vectors of their space, with new digests. `tcache verify
@@ -85,7 +85,7 @@ def reindex(path: str | Path, *, report: Callable[[int, int], None] = lambda don
     Raises:
         CacheNotFound, FormatVersionError: no cache of this version.
         CacheLocked: another process is writing to it.
-        DamagedCache: `cache.json` and the metadata of the texts are gone; restore them first.
+        DamagedCache: `cache.json` and the metadata of the texts are missing; restore them first.
     """
     path = Path(path)
     restore_cache_json(path)
@@ -144,7 +144,7 @@ class _Rebuild:
         self._report(self._done, max(self._done, self._total))
 
     def _stored(self, array: ShardedArray, number: int) -> Rows | None:
-        """All rows of a shard, blank if absent; None if it is gone or damaged."""
+        """All rows of a shard, blank if absent; None if it is missing or damaged."""
         contents = read_shard(array, number)
         if contents.error is not None:
             self._leave_out(array.shard_path(number), contents.error)
@@ -268,7 +268,7 @@ class _Rebuild:
         states, pieces, attention = (values.get(array) for array in (STATES, PIECES, ATTENTION))
         path = columns[STATES].array.shard_path(number)
         if states is None or pieces is None:
-            self._leave_out(path, "its states or its pieces are gone, and one cannot be used without the other")
+            self._leave_out(path, "its states or its pieces are missing, and one cannot be used without the other")
             return
         present = {array: np.zeros(tokens.shard_rows, dtype=bool) for array in columns}
         bad = 0

@@ -93,7 +93,7 @@ def repair(
 
     Raises:
         CacheNotFound, FormatVersionError, CacheLocked: the cache cannot be opened for writing.
-        DamagedCache: its index is gone or cannot be opened; run `reindex`.
+        DamagedCache: its index is missing or cannot be opened; run `reindex`.
         CorpusError: `corpus` cannot be read.
     """
     path = Path(path)

@@ -253,8 +253,8 @@ def test_rows_outside_the_table_are_absent_and_take_no_memory(tmp_path: Path) ->
     built(tmp_path, numbered(20))
     with TeacherCache.open(tmp_path / "cache") as cache:
         view = cache.space()
-        asked = np.array([3, 10**9, 2**60, -(10**9), 19])
-        assert view.present(asked).tolist() == [True, False, False, False, True]
+        rows = np.array([3, 10**9, 2**60, -(10**9), 19])
+        assert view.present(rows).tolist() == [True, False, False, False, True]
         assert len(view.column._ends) < 1000
 
 
