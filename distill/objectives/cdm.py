@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from distill.errors import ConfigError
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets
-from distill.objectives.options import check_choice, check_positive, check_weights
-from distill.objectives.simcse import simcse_term
+from distill.objectives.options import check_choice, check_weights
+from distill.objectives.simcse import SimCSETerm
 from distill.objectives.tokens import REDUCTIONS, direction_loss, token_states, token_width
 
 ALIGNMENTS = ("dtw_mean", "dtw_strict")
@@ -79,12 +79,11 @@ class CDM(Objective):
         check_weights(weights, required=("token_weight", "sentence_weight"))
         check_choice("alignment", alignment, ALIGNMENTS)
         check_choice("reduction", reduction, REDUCTIONS)
-        check_positive("temperature", temperature)
 
-        self.simcse_weight, self.token_weight, self.sentence_weight = simcse_weight, token_weight, sentence_weight
-        self.reduction, self.temperature, self.mask_duplicates = reduction, temperature, mask_duplicates
+        self.simcse = SimCSETerm(simcse_weight, temperature, mask_duplicates)
+        self.token_weight, self.sentence_weight, self.reduction = token_weight, sentence_weight, reduction
         self.needs = Needs(
-            views=2 if simcse_weight else 1,
+            views=self.simcse.views,
             tokens=bool(token_weight),
             alignment=alignment if token_weight else None,
         )
@@ -112,13 +111,7 @@ class CDM(Objective):
                 projected = self.head(pooled.float())
                 distance = direction_loss(projected, teacher.vectors.detach(), self.reduction)
                 terms["sentence"] = self.sentence_weight * distance
-            terms |= simcse_term(
-                student,
-                teacher,
-                weight=self.simcse_weight,
-                temperature=self.temperature,
-                mask_duplicates=self.mask_duplicates,
-            )
+            terms |= self.simcse(student, teacher)
         return terms
 
     def projection(self) -> Tensor | None:

@@ -55,10 +55,7 @@ class DistillCSE(Objective):
     needs = Needs(views=2)
     terms = ("simcse", "distill")
     second_view_terms = frozenset({"simcse"})
-    presets: ClassVar[dict[str, dict[str, object]]] = {
-        "paper": {},
-        "official": {"mask_duplicates": False},
-    }
+    presets: ClassVar[dict[str, dict[str, object]]] = {"paper": {}, "official": {"mask_duplicates": False}}
 
     def __init__(
         self,

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets
-from distill.objectives.options import check_choice, check_positive, check_weights
-from distill.objectives.simcse import simcse_term
+from distill.objectives.options import check_choice, check_weights
+from distill.objectives.simcse import SimCSETerm
 from distill.objectives.tokens import REDUCTIONS, direction_loss, token_states, token_width
 
 
@@ -109,11 +109,10 @@ class DSKD(Objective):
         weights = {"simcse_weight": simcse_weight, "sentence_weight": sentence_weight, "token_weight": token_weight}
         check_weights(weights, required=("sentence_weight", "token_weight"))
         check_choice("reduction", reduction, REDUCTIONS)
-        check_positive("temperature", temperature)
 
-        self.simcse_weight, self.sentence_weight, self.token_weight = simcse_weight, sentence_weight, token_weight
-        self.reduction, self.temperature, self.mask_duplicates = reduction, temperature, mask_duplicates
-        self.needs = Needs(views=2 if simcse_weight else 1, tokens=bool(token_weight))
+        self.simcse = SimCSETerm(simcse_weight, temperature, mask_duplicates)
+        self.token_weight, self.sentence_weight, self.reduction = token_weight, sentence_weight, reduction
+        self.needs = Needs(views=self.simcse.views, tokens=bool(token_weight))
         self.to_teacher = linear(student.dim, teacher.dim) if sentence_weight else None
         if not sentence_weight:
             self.register_buffer("to_student", None)
@@ -146,13 +145,7 @@ class DSKD(Objective):
                 in_student_space = direction_loss(states, of_teacher, self.reduction, mine.mask & ~mine.special)
                 in_teacher_space = direction_loss(target, of_student, self.reduction, theirs.mask & ~theirs.special)
                 terms["token"] = self.token_weight * (in_student_space + in_teacher_space)
-            terms |= simcse_term(
-                student,
-                teacher,
-                weight=self.simcse_weight,
-                temperature=self.temperature,
-                mask_duplicates=self.mask_duplicates,
-            )
+            terms |= self.simcse(student, teacher)
         return terms
 
     def projection(self) -> Tensor | None:

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from distill.errors import ConfigError
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
 from distill.objectives.options import check, check_choice, check_count, check_positive, check_weight
-from distill.objectives.simcse import simcse_term
+from distill.objectives.simcse import SimCSETerm
 
 VIEWS = ("dropout", "pair")
 # Methods of `teacher_cache.tokens.alignment` that map one to one.
@@ -144,12 +144,11 @@ class EMO(Objective):
         check_positive("epsilon", epsilon)
         check_count("iterations", iterations, 1, None)
         check_choice("gradient", gradient, GRADIENTS)
-        check_positive("temperature", temperature)
         check_choice("views", views, VIEWS)
         fits = mass != "causal" or teacher.causal is not False
         check("mass", mass, "'paper' or 'official' for a teacher that is not causal", fits)
 
-        self.simcse_weight = float(alpha)
+        self.simcse = SimCSETerm(float(alpha), temperature, mask_duplicates)
         self.ira_weight, self.otis_weight = (1 - alpha) * ira_weight, (1 - alpha) * otis_weight
         weights = {"alpha": alpha, "ira_weight": ira_weight, "otis_weight": otis_weight}
         check(
@@ -157,7 +156,7 @@ class EMO(Objective):
         )
         self.divisor, self.ira_reduction, self.attention_columns = divisor, ira_reduction, attention_columns
         self.mass, self.epsilon, self.iterations, self.gradient = mass, float(epsilon), iterations, gradient
-        self.temperature, self.mask_duplicates, self.views = temperature, mask_duplicates, views
+        self.views = views
 
         by_token = bool(self.ira_weight or self.otis_weight)
         pairs: tuple[tuple[int, int], ...] = ()
@@ -169,9 +168,9 @@ class EMO(Objective):
             if self.otis_weight:
                 self.to_student = nn.Linear(width, student.dim, bias=False)
         # Attention maps do not depend on the values of the last compared block, nor on later blocks.
-        self.has_unused_parameters = not self.simcse_weight and not self.otis_weight
+        self.has_unused_parameters = not self.simcse.weight and not self.otis_weight
         self.needs = Needs(
-            views=2 if alpha else 1,
+            views=self.simcse.views,
             tokens=by_token,
             alignment=alignment if by_token else None,
             attention=pairs,
@@ -190,13 +189,7 @@ class EMO(Objective):
                 terms["ira"] = self.ira_weight * self._attention(student, teacher)
             if self.otis_weight:
                 terms["otis"] = self.otis_weight * self._transport(student, teacher)
-            terms |= simcse_term(
-                student,
-                teacher,
-                weight=self.simcse_weight,
-                temperature=self.temperature,
-                mask_duplicates=self.mask_duplicates,
-            )
+            terms |= self.simcse(student, teacher)
         return terms
 
     def _attention(self, student: StudentOutput, teacher: TeacherTargets) -> Tensor:

@@ -40,8 +40,8 @@ import torch
 from torch import Tensor, nn
 
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
-from distill.objectives.options import check, check_choice, check_count, check_positive, check_weight, check_weights
-from distill.objectives.simcse import simcse_term
+from distill.objectives.options import check, check_choice, check_count, check_weight, check_weights
+from distill.objectives.simcse import SimCSETerm
 
 MATRYOSHKA = ("prefixes", "heads")
 # Differences of pairs that `order_loss` computes at a time: 4 MiB per float32 tensor.
@@ -143,12 +143,11 @@ class Jasper(Objective):
         for width in prefixes:
             check_count("prefixes", width, 1, None)
         check_choice("matryoshka", matryoshka, MATRYOSHKA)
-        check_positive("temperature", temperature)
 
         self.weights = weights
-        self.simcse_weight, self.temperature, self.mask_duplicates = simcse_weight, temperature, mask_duplicates
+        self.simcse = SimCSETerm(simcse_weight, temperature, mask_duplicates)
         self.margin = margin
-        self.needs = Needs(views=2 if simcse_weight else 1)
+        self.needs = Needs(views=self.simcse.views)
         self.head_only_epochs, self.in_stage_one = float(stage_one_epochs), False
         self.prefixes = sorted({width for width in prefixes if width < teacher.dim}, reverse=True)
         self.head = nn.Linear(student.dim, teacher.dim, bias=bias)
@@ -168,16 +167,10 @@ class Jasper(Objective):
             pooled = pooled.detach()
         with torch.autocast(pooled.device.type, enabled=False):
             terms = self._terms(pooled.float(), unit(teacher.vectors.detach()))
-        if self.in_stage_one or not self.simcse_weight:
+        if self.in_stage_one or not self.simcse.weight:
             return terms
-        terms = {name: (1 - self.simcse_weight) * value for name, value in terms.items()}
-        return terms | simcse_term(
-            student,
-            teacher,
-            weight=self.simcse_weight,
-            temperature=self.temperature,
-            mask_duplicates=self.mask_duplicates,
-        )
+        terms = {name: (1 - self.simcse.weight) * value for name, value in terms.items()}
+        return terms | self.simcse(student, teacher)
 
     def projection(self) -> Tensor | None:
         """`(d_T, d_s)` weight of the head; None if it has a bias, without which vectors would differ."""

@@ -46,10 +46,7 @@ class RKD(Objective):
     """
 
     terms = ("distance", "angle")
-    presets: ClassVar[dict[str, dict[str, object]]] = {
-        "paper": {},
-        "official": {"mask_duplicates": False},
-    }
+    presets: ClassVar[dict[str, dict[str, object]]] = {"paper": {}, "official": {"mask_duplicates": False}}
 
     def __init__(
         self,

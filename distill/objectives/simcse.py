@@ -1,6 +1,7 @@
 """Unsupervised SimCSE (Gao et al., EMNLP 2021): contrast of two dropout views of a text with the rest of the batch."""
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -27,17 +28,35 @@ def info_nce(first: Tensor, second: Tensor, temperature: float, text_ids: Tensor
         return torch.nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
 
-def simcse_term(
-    student: StudentOutput, teacher: TeacherTargets, *, weight: float, temperature: float, mask_duplicates: bool
-) -> dict[str, Tensor]:
-    """`weight * info_nce` of the last layer, view 1 to view 2, as the term "simcse".
+@dataclass(frozen=True)
+class SimCSETerm:
+    """The term "simcse" of an objective: `weight * info_nce` of the last layer, view 1 to view 2.
 
-    Empty if the weight is 0 or there is only one view.
+    Attributes:
+        mask_duplicates: other rows of the same text are not negatives.
+
+    Raises:
+        ConfigError: `temperature` is not a positive number.
     """
-    if not weight or student.views < 2:
-        return {}
-    text_ids = teacher.text_ids if mask_duplicates else None
-    return {"simcse": weight * info_nce(student.view(0)[-1], student.view(1)[-1], temperature, text_ids)}
+
+    weight: float
+    temperature: float
+    mask_duplicates: bool
+
+    def __post_init__(self) -> None:
+        check_positive("temperature", self.temperature)
+
+    @property
+    def views(self) -> int:
+        """Views that the term needs."""
+        return 2 if self.weight else 1
+
+    def __call__(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
+        """The term; empty if the weight is 0 or there is only one view."""
+        if not self.weight or student.views < 2:
+            return {}
+        text_ids = teacher.text_ids if self.mask_duplicates else None
+        return {"simcse": self.weight * info_nce(student.view(0)[-1], student.view(1)[-1], self.temperature, text_ids)}
 
 
 class SimCSE(Objective):
@@ -50,10 +69,7 @@ class SimCSE(Objective):
     needs = Needs(views=2)
     terms = ("simcse",)
     second_view_terms = frozenset({"simcse"})
-    presets: ClassVar[dict[str, dict[str, object]]] = {
-        "paper": {},
-        "official": {"mask_duplicates": False},
-    }
+    presets: ClassVar[dict[str, dict[str, object]]] = {"paper": {}, "official": {"mask_duplicates": False}}
 
     def __init__(
         self,
@@ -69,12 +85,8 @@ class SimCSE(Objective):
             ConfigError: `temperature` is not a positive number.
         """
         super().__init__()
-        check_positive("temperature", temperature)
-        self.temperature = temperature
-        self.mask_duplicates = mask_duplicates
+        self.simcse = SimCSETerm(1.0, temperature, mask_duplicates)
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
         """The term "simcse"; empty without a second view."""
-        return simcse_term(
-            student, teacher, weight=1.0, temperature=self.temperature, mask_duplicates=self.mask_duplicates
-        )
+        return self.simcse(student, teacher)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from distill.errors import ConfigError
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
 from distill.objectives.options import check_choice, check_count, check_positive, check_weights
-from distill.objectives.simcse import simcse_term
+from distill.objectives.simcse import SimCSETerm
 
 VIEWS = ("dropout", "pair")
 HEADS = ("learned", "identity")
@@ -94,7 +94,6 @@ class Talas(Objective):
         check_weights({"tamd_weight": tamd_weight, "lasd_weight": lasd_weight, "simcse_weight": simcse_weight})
         check_positive("head_init_std", head_init_std)
         check_choice("views", views, VIEWS)
-        check_positive("temperature", temperature)
         check_choice("head", head, HEADS)
         if head == "identity" and student.dim != teacher.dim:
             raise ConfigError(
@@ -104,9 +103,9 @@ class Talas(Objective):
         layers = student.layers
         check_count("anchored_layers", anchored_layers, 1, layers, f"a student of {layers} layers")
 
-        self.tamd_weight, self.lasd_weight, self.simcse_weight = tamd_weight, lasd_weight, simcse_weight
-        self.temperature, self.mask_duplicates, self.views = temperature, mask_duplicates, views
-        self.needs = Needs(views=2 if simcse_weight else 1)
+        self.tamd_weight, self.lasd_weight, self.views = tamd_weight, lasd_weight, views
+        self.simcse = SimCSETerm(simcse_weight, temperature, mask_duplicates)
+        self.needs = Needs(views=self.simcse.views)
         self.first_anchored = layers - anchored_layers + 1
         self.detach_guide = detach_guide
         self.first_aligned = 0
@@ -129,13 +128,7 @@ class Talas(Objective):
                 terms["tamd"] = self.tamd_weight * self._anchoring(layers, teacher.vectors.detach())
             if self.lasd_weight:
                 terms["lasd"] = self.lasd_weight * self._alignment(layers)
-            terms |= simcse_term(
-                student,
-                teacher,
-                weight=self.simcse_weight,
-                temperature=self.temperature,
-                mask_duplicates=self.mask_duplicates,
-            )
+            terms |= self.simcse(student, teacher)
         return terms
 
     def projection(self) -> Tensor | None:

@@ -29,27 +29,13 @@ from torch import nn
 from distill.errors import ConfigError
 from distill.objectives.options import check_weight
 from distill.registry import suggestion
-from distill.sharpness.ascent import SCALINGS, Ascent, SharpnessAware
+from distill.sharpness.ascent import SharpnessAware
 from distill.sharpness.ascent_loss import AscentLoss
 from distill.sharpness.looksam import LookSam
 from distill.sharpness.msam import MomentumSam
-from distill.sharpness.parameters import OBJECTIVE_PREFIX, SELECTIONS, norm_parameters, select_parameters
+from distill.sharpness.parameters import select_parameters
 
-__all__ = [
-    "OBJECTIVE_PREFIX",
-    "OPTIONS",
-    "PRESETS",
-    "SCALINGS",
-    "SELECTIONS",
-    "Ascent",
-    "AscentLoss",
-    "LookSam",
-    "MomentumSam",
-    "Preset",
-    "SharpnessAware",
-    "build_sharpness",
-    "norm_parameters",
-]
+__all__ = ["PRESETS", "AscentLoss", "LookSam", "MomentumSam", "Preset", "SharpnessAware", "build_sharpness"]
 
 
 @dataclass(frozen=True)

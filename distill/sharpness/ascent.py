@@ -127,7 +127,7 @@ class SharpnessAware:
         self._last_norms = None
         with torch.no_grad():
             ascent, moved, directions, length = self._perturbation(loss)
-            originals = [self._backup(parameter) for parameter in moved]
+            originals = [buffer_of(self._backups, parameter, parameter.dtype) for parameter in moved]
             if moved:
                 torch._foreach_copy_(originals, moved)
         try:
@@ -222,12 +222,13 @@ class SharpnessAware:
         torch._foreach_add_(operators, self.eta)
         return operators
 
-    def _backup(self, parameter: Tensor) -> Tensor:
-        """The parameter's buffer, allocated at first use and after the model changed device or dtype."""
-        kept = self._backups.get(parameter)
-        if kept is None or (kept.device, kept.dtype) != (parameter.device, parameter.dtype):
-            kept = self._backups[parameter] = torch.empty_like(parameter, requires_grad=False)
-        return kept
+
+def buffer_of(buffers: dict[Tensor, Tensor], parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The parameter's buffer, allocated at first use and after the model changed device or dtype."""
+    kept = buffers.get(parameter)
+    if kept is None or (kept.device, kept.dtype) != (parameter.device, dtype):
+        kept = buffers[parameter] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return kept
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

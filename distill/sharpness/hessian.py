@@ -12,9 +12,11 @@ Neither forms H. Products with it are exact (Pearlmutter 1994), or differences o
 differentiated twice.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -81,9 +83,11 @@ class Hessian(ABC):
         vector = torch.randn(self.size, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
         return (vector / torch.linalg.vector_norm(vector)).to(like.device)
 
-    @abstractmethod
-    def block(self, parameters: Iterable[Tensor]) -> "Hessian":
+    def block(self, parameters: Iterable[Tensor]) -> Self:
         """The block of some parameters, with the others fixed."""
+        part, known = copy.copy(self), set(self.parameters)
+        part.parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter in known]
+        return part
 
     @abstractmethod
     def _products(self, vector: list[Tensor]) -> Iterable[Tensor]:
@@ -116,16 +120,9 @@ class DoubleBackward(Hessian):
         }
         self.parameters = list(self._gradients)
 
-    def block(self, parameters: Iterable[Tensor]) -> "DoubleBackward":
-        part = object.__new__(DoubleBackward)
-        part._gradients = {p: self._gradients[p] for p in dict.fromkeys(parameters) if p in self._gradients}
-        part.parameters = list(part._gradients)
-        return part
-
     def _products(self, vector: list[Tensor]) -> Iterable[Tensor]:
-        return torch.autograd.grad(
-            list(self._gradients.values()), self.parameters, vector, retain_graph=True, materialize_grads=True
-        )
+        gradients = [self._gradients[parameter] for parameter in self.parameters]
+        return torch.autograd.grad(gradients, self.parameters, vector, retain_graph=True, materialize_grads=True)
 
 
 class GradientDifferences(Hessian):
@@ -153,13 +150,6 @@ class GradientDifferences(Hessian):
                 found = torch.autograd.grad(loss, candidates, allow_unused=True)
                 reached |= {p for p, gradient in zip(candidates, found, strict=True) if gradient is not None}
         self.parameters = [parameter for parameter in candidates if parameter in reached]
-
-    def block(self, parameters: Iterable[Tensor]) -> "GradientDifferences":
-        part = object.__new__(GradientDifferences)
-        part._losses, part._radius = self._losses, self._radius
-        mine = set(self.parameters)
-        part.parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter in mine]
-        return part
 
     def _products(self, vector: list[Tensor]) -> Iterable[Tensor]:
         kept = [parameter.detach().clone() for parameter in self.parameters]

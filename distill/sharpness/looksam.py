@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from distill.errors import RunFolderError
 from distill.objectives.options import check_weight
-from distill.sharpness.ascent import Ascent, SharpnessAware, at_least_float32, total_norm
+from distill.sharpness.ascent import Ascent, SharpnessAware, at_least_float32, buffer_of, total_norm
 
 
 class LookSam(SharpnessAware):
@@ -158,11 +158,7 @@ class LookSam(SharpnessAware):
                 gradient.add_(kept * length)
 
     def _buffer(self, parameter: Tensor) -> Tensor:
-        found = self._buffers.get(parameter)
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        if found is None or (found.device, found.dtype) != (parameter.device, dtype):
-            found = self._buffers[parameter] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return found
+        return buffer_of(self._buffers, parameter, torch.promote_types(parameter.dtype, torch.float32))
 
 
 def _sum_over_processes(tensors: list[Tensor]) -> None:

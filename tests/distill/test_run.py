@@ -440,7 +440,7 @@ def test_a_preset_gives_options_and_single_options_win(toy_cache: Path, tiny_stu
     config = RunConfig.load(None, ["objective.preset=official", "objective.options.temperature=0.2"])
     with TeacherCache.open(toy_cache) as cache:
         objective: Any = build_objective(config, shape, Targets(config, cache))
-    assert (objective.mask_duplicates, objective.temperature) == (False, 0.2)
+    assert (objective.simcse.mask_duplicates, objective.simcse.temperature) == (False, 0.2)
 
 
 def test_pairs_are_trained_on_where_the_objective_takes_them(

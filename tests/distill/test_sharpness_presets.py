@@ -18,9 +18,8 @@ from distill.sharpness import (
     MomentumSam,
     SharpnessAware,
     build_sharpness,
-    norm_parameters,
 )
-from distill.sharpness.parameters import select_parameters
+from distill.sharpness.parameters import norm_parameters, select_parameters
 
 
 class LlamaRMSNorm(nn.Module):

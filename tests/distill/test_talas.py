@@ -72,8 +72,8 @@ class TestTalas(ObjectiveContract):
 
 def test_the_weights_of_the_paper_are_the_default() -> None:
     objective = Talas(SHAPE, TEACHER_SHAPE)
-    assert (objective.tamd_weight, objective.lasd_weight, objective.simcse_weight) == (0.75, 1.0, 0.001)
-    assert objective.temperature == 0.1
+    assert (objective.tamd_weight, objective.lasd_weight, objective.simcse.weight) == (0.75, 1.0, 0.001)
+    assert objective.simcse.temperature == 0.1
     assert objective.needs.views == 2
     assert Talas.presets["paper"] == {}
 
