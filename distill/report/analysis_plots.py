@@ -1,4 +1,4 @@
-"""What the analyses answered, drawn: one kind of answer after the other."""
+"""Plots of the results of analyses."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,8 @@ from typing import Any
 
 from distill.report.curves import step_panel
 from distill.report.data import RunRecords
-from distill.report.drawing import HEIGHT, INK, Key, Panel, Plot, level, line, number, number_axes
+from distill.report.drawing import HEIGHT, INK, Key, Panel, Plot, level, line, number_axes
+from distill.report.formats import number
 
 PRECISIONS = ("float32", "int8", "binary")
 SIDES = {"teacher": "--", "student": "-", "asymmetric": ":"}
@@ -17,46 +18,46 @@ BEFORE = Key("before training", None, ":")
 METHODS = {"tsne": "t-SNE", "pca": "PCA"}
 POINTS = {"teacher": Key("teacher", None, "", "o"), "student": Key("student", 1, "", "o")}
 HEATMAP_HEIGHT, MAP_HEIGHT = 236.0, 252.0
-# Layers up to which a matrix has its numbers written in, and every layer a tick.
+# Layers up to which a matrix has its values as text and a tick for every layer.
 FEW_LAYERS = 8
 PAIR = 2
 
-# Runs with what the analysis says of each.
-Answers = Sequence[tuple[RunRecords, Mapping[str, Any]]]
+# Runs with their results of an analysis.
+Results = Sequence[tuple[RunRecords, Mapping[str, Any]]]
 
 
 def draw_analysis(name: str, runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[Plot]:
-    """Of one analysis, those of all runs; an analysis that is not among `DRAWN` has none.
+    """The plots of one analysis for all runs; an analysis that is not in `DRAWN` has none.
 
     Args:
         keys: by group of runs.
     """
-    answers = [(run, run.analyses[name]["result"]) for run in runs if run.analyses.get(name, {}).get("result")]
-    if answers and name in DRAWN:
-        yield from DRAWN[name](answers, keys)
+    results = [(run, run.analyses[name]["result"]) for run in runs if run.analyses.get(name, {}).get("result")]
+    if results and name in DRAWN:
+        yield from DRAWN[name](results, keys)
 
 
-def _compression(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
+def _compression(results: Results, keys: Mapping[str, Key]) -> Iterator[Plot]:
     panels = []
-    met: dict[str, None] = {}
-    for run, result in answers:
+    used: dict[str, None] = {}
+    for run, result in results:
         for task in result["tasks"]:
             curves = [
                 (side, precision, points)
                 for side, by_precision in task["curves"].items()
                 for precision, points in by_precision.items()
             ]
-            met |= dict.fromkeys(name for side, precision, _ in curves for name in (side, precision))
-            said = "; ".join(
+            used |= dict.fromkeys(name for side, precision, _ in curves for name in (side, precision))
+            description = "; ".join(
                 f"{side} {precision}: "
                 + ", ".join(f"{point['score']:.1f} at {number(point['bytes'])} bytes" for point in points)
                 for side, precision, points in curves
             )
             title = f"{run.name}: {_words(task['metric'])} on {task['task']} (points of 100)"
-            panels.append(Panel(title, said, partial(_draw_compression, curves)))
+            panels.append(Panel(title, description, partial(_draw_compression, curves)))
     legend = [
-        *(Key(name, color, "", "o") for color, name in enumerate(PRECISIONS) if name in met),
-        *(Key(side, None, dash) for side, dash in SIDES.items() if side in met),
+        *(Key(name, color, "", "o") for color, name in enumerate(PRECISIONS) if name in used),
+        *(Key(side, None, dash) for side, dash in SIDES.items() if side in used),
     ]
     if panels:
         yield Plot("compression", "Score by size of a vector", panels, legend)
@@ -71,8 +72,8 @@ def _draw_compression(curves: Sequence[tuple[str, str, Sequence[Mapping[str, Any
     number_axes(axes, "bytes a vector")
 
 
-def _curvature(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
-    asked = {
+def _curvature(results: Results, keys: Mapping[str, Key]) -> Iterator[Plot]:
+    figures = {
         "largest eigenvalue, student's parameters": lambda point: _eigenvalue(point.get("student")),
         "largest eigenvalue, student and heads": lambda point: _eigenvalue(point.get("with_heads")),
         "sharpness: rise of the loss": lambda point: (point.get("sharpness") or {}).get("rise"),
@@ -80,41 +81,41 @@ def _curvature(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
         "loss without dropout": lambda point: point.get("value"),
     }
     found = []
-    for title, figure in asked.items():
-        values = [(run, [(point["step"], figure(point)) for point in result["points"]]) for run, result in answers]
+    for title, figure in figures.items():
+        values = [(run, [(point["step"], figure(point)) for point in result["points"]]) for run, result in results]
         known = [(run, [(step, value) for step, value in points if value is not None]) for run, points in values]
         found.append(step_panel(title, known, keys))
     panels = [panel for panel, _ in filter(None, found)]
     if panels:
-        yield Plot("curvature", "Curvature of the loss (no unit)", panels, _keys_of(answers, keys))
+        yield Plot("curvature", "Curvature of the loss (no unit)", panels, _keys_of(results, keys))
 
 
 def _eigenvalue(found: Mapping[str, Any] | None) -> float | None:
-    """That of Lanczos's method, which needs fewer steps; the two are to agree."""
+    """The value of Lanczos's method, which needs fewer steps than power iteration."""
     method = (found or {}).get("lanczos") or (found or {}).get("power")
     value = method.get("value") if isinstance(method, Mapping) else method
     return None if value is None else float(value)
 
 
-def _margin(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
+def _margin(results: Results, keys: Mapping[str, Key]) -> Iterator[Plot]:
     by_task: dict[str, list[tuple[RunRecords, Mapping[str, Any]]]] = {}
-    for run, result in answers:
+    for run, result in results:
         title = f"{_words(str(result['metric']))} on {result['task']} (points of 100)"
         by_task.setdefault(title, []).append((run, result))
     panels = []
     for title, chosen in by_task.items():
-        said = "; ".join(
+        description = "; ".join(
             f"{run.name}: "
             + ", ".join(f"{point['score']:.1f} at error {point['error']:.3f}" for point in result["points"])
             + ("; no margin" if result.get("margin") is None else f"; margin {result['margin']:.3f}")
             for run, result in chosen
         )
-        panels.append(Panel(title, said, partial(_draw_margin, chosen, keys), HEIGHT))
-    legend = [Key(key.label, key.color, "-", "o") for key in _keys_of(answers, keys)]
+        panels.append(Panel(title, description, partial(_draw_margin, chosen, keys), HEIGHT))
+    legend = [Key(key.label, key.color, "-", "o") for key in _keys_of(results, keys)]
     yield Plot("margin", "Score against approximation error", panels, [*legend, TEACHER])
 
 
-def _draw_margin(chosen: Answers, keys: Mapping[str, Key], axes: Any) -> None:
+def _draw_margin(chosen: Results, keys: Mapping[str, Key], axes: Any) -> None:
     for run, result in chosen:
         key, margin = keys[run.group], result.get("margin")
         for fitted in (True, False):
@@ -135,10 +136,10 @@ def _draw_margin(chosen: Answers, keys: Mapping[str, Key], axes: Any) -> None:
     number_axes(axes, "approximation error (distance of unit vectors)")
 
 
-def _layers(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
-    """What the runs are compared by, and each run's matrices."""
-    names = [str(name) for name in max((result["layers"] for _, result in answers), key=len)]
-    after = [(run.name, keys[run.group], result) for run, result in answers]
+def _layers(results: Results, keys: Mapping[str, Key]) -> Iterator[Plot]:
+    """Similarity to the teacher and drift of all runs, and the matrices of each run."""
+    names = [str(name) for name in max((result["layers"] for _, result in results), key=len)]
+    after = [(run.name, keys[run.group], result) for run, result in results]
     similarity = [
         *(
             (f"{name} before", replace(key, dash=BEFORE.dash), result["before"]["to_teacher"])
@@ -150,31 +151,33 @@ def _layers(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
         _layer_panel("similarity to the teacher (CKA, no unit)", names, similarity),
         _layer_panel("drift: 1 - cosine with before training", names, [(n, key, r["drift"]) for n, key, r in after]),
     ]
-    yield Plot("layers", "What training moved", panels, [*_keys_of(answers, keys), BEFORE])
-    # Runs that began with one student share its matrix.
-    shown: dict[str, tuple[list[str], str, Mapping[str, Any]]] = {}
+    yield Plot("layers", "Change of the layers in training", panels, [*_keys_of(results, keys), BEFORE])
+    # Runs that started from the same student share its matrix.
+    matrices: dict[str, tuple[list[str], str, Mapping[str, Any]]] = {}
     for side in ("before", "after"):
-        for run, result in answers:
+        for run, result in results:
             same = json.dumps([side, run.name if side == "after" else result["before"]["between"]])
-            shown.setdefault(same, ([], side, result))[0].append(run.name)
-    yield Plot("layers-between", "Likeness between layers", [_matrix_panel(*one) for one in shown.values()])
+            matrices.setdefault(same, ([], side, result))[0].append(run.name)
+    yield Plot("layers-between", "Likeness between layers", [_matrix_panel(*one) for one in matrices.values()])
 
 
 def _matrix_panel(runs: Sequence[str], side: str, result: Mapping[str, Any]) -> Panel:
     names, matrix = [str(name) for name in result["layers"]], result[side]["between"]
-    said = "; ".join(
+    description = "; ".join(
         f"{name}: {', '.join(f'{value:.2f}' for value in row)}" for name, row in zip(names, matrix, strict=True)
     )
     title = f"{', '.join(runs)}: layers {side} training (CKA, no unit)"
-    return Panel(title, said, partial(_draw_matrix, names, matrix), HEATMAP_HEIGHT)
+    return Panel(title, description, partial(_draw_matrix, names, matrix), HEATMAP_HEIGHT)
 
 
 def _layer_panel(title: str, names: Sequence[str], lines: Sequence[tuple[str, Key, Sequence[float]]]) -> Panel:
-    said = "; ".join(
+    description = "; ".join(
         f"{label}: " + ", ".join(f"{name} {value:.3f}" for name, value in zip(names, values, strict=False))
         for label, _, values in lines
     )
-    return Panel(title, f"By layer: {said}.", partial(_draw_layers, names, [(key, values) for _, key, values in lines]))
+    return Panel(
+        title, f"By layer: {description}.", partial(_draw_layers, names, [(key, values) for _, key, values in lines])
+    )
 
 
 def _draw_matrix(names: Sequence[str], matrix: Sequence[Sequence[float]], axes: Any) -> None:
@@ -183,12 +186,12 @@ def _draw_matrix(names: Sequence[str], matrix: Sequence[Sequence[float]], axes: 
     if len(names) <= FEW_LAYERS:
         for row, values in enumerate(matrix):
             for column, value in enumerate(values):
-                # Light on the dark half of the colors; neither is the page's ink, which changes.
+                # Light on dark colors; not the page's ink, which depends on its theme.
                 color = "#fefefe" if (value - lowest) / (1 - lowest) < 0.55 else "#010101"
                 size = 8.5 if len(names) <= 5 else 7.0
                 middle = {"ha": "center", "va": "center", "fontsize": size}
                 axes.text(column + 0.5, row + 0.5, f"{value:.2f}", color=color, **middle)
-    ticks = [(place + 0.5, name) for place, name in _shown(names)]
+    ticks = [(place + 0.5, name) for place, name in _layer_ticks(names)]
     axes.set_xticks(*zip(*ticks, strict=True))
     axes.set_yticks(*zip(*ticks, strict=True))
     axes.set_xlabel("layer")
@@ -204,23 +207,25 @@ def _draw_layers(names: Sequence[str], lines: Sequence[tuple[Key, Sequence[float
     for key, values in lines:
         line(axes, key, range(len(values)), values)
     number_axes(axes, "layer")
-    axes.set_xticks(*zip(*_shown(names), strict=True))
+    axes.set_xticks(*zip(*_layer_ticks(names), strict=True))
 
 
-def _shown(names: Sequence[str]) -> list[tuple[int, str]]:
-    """Ticks: all of few layers, every other of many."""
+def _layer_ticks(names: Sequence[str]) -> list[tuple[int, str]]:
+    """All of few layers, every other of many."""
     short = ["emb" if name == "embeddings" else name for name in names]
     return list(enumerate(short))[:: 1 if len(names) <= FEW_LAYERS else 2]
 
 
-def _map(answers: Answers, keys: Mapping[str, Key]) -> Iterator[Plot]:
+def _map(results: Results, keys: Mapping[str, Key]) -> Iterator[Plot]:
     panels = []
-    for run, result in answers:
+    for run, result in results:
         points, method = result["points"], METHODS.get(result["method"], result["method"])
         texts = len({point["text"] for point in points})
-        said = f"The teacher's and the student's vectors of {texts} texts, brought to one plane by {method}."
+        description = f"The teacher's and the student's vectors of {texts} texts, projected onto a plane by {method}."
         panels.append(
-            Panel(f"{run.name}: {texts} texts by {method} (no unit)", said, partial(_draw_map, points), MAP_HEIGHT)
+            Panel(
+                f"{run.name}: {texts} texts by {method} (no unit)", description, partial(_draw_map, points), MAP_HEIGHT
+            )
         )
     yield Plot("map", "Teacher and student on one plane", panels, list(POINTS.values()))
 
@@ -253,16 +258,16 @@ def _draw_map(points: Sequence[Mapping[str, Any]], axes: Any) -> None:
     axes.spines[["left", "bottom"]].set_visible(False)
 
 
-def _keys_of(answers: Answers, keys: Mapping[str, Key]) -> list[Key]:
-    return [keys[group] for group in dict.fromkeys(run.group for run, _ in answers)]
+def _keys_of(results: Results, keys: Mapping[str, Key]) -> list[Key]:
+    return [keys[group] for group in dict.fromkeys(run.group for run, _ in results)]
 
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-# Analysis -> its plots; what is not here is shown by its conclusion.
-DRAWN: Mapping[str, Callable[[Answers, Mapping[str, Key]], Iterator[Plot]]] = {
+# Analysis -> its plots; of other analyses only the conclusion is shown.
+DRAWN: Mapping[str, Callable[[Results, Mapping[str, Key]], Iterator[Plot]]] = {
     "compression": _compression,
     "curvature": _curvature,
     "layers": _layers,

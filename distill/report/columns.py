@@ -1,18 +1,19 @@
-"""The table of a comparison: on the console as wide as it is, in Markdown whole."""
+"""The table of a comparison, for the console and in Markdown."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from distill.evaluation.evaluator import NINE
 from distill.report.comparison import Comparison, Figure, Group
+from distill.report.formats import NOTHING, millions, setting
 from distill.report.tables import AVERAGES
 from teacher_cache.storage.files import format_bytes
 
-# Name of a figure -> its column's header and how it is written.
+# Name of a figure -> header and format of its column.
 FIGURES = {
     "agreement.before.spearman": ("Spearman before", "ratio"),
     "agreement.after.spearman": ("Spearman", "ratio"),
@@ -27,14 +28,17 @@ FIGURES = {
     "student.parameters": ("parameters", "count"),
     "student.bytes": ("size", "bytes"),
 }
-NOTHING = "-"
+# Formats whose cells have a deviation, with their decimals.
+DECIMALS = {"score": 2, "ratio": 3, "seconds": 4}
 # Characters between two columns' texts.
 BETWEEN = 3
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column, as text; `right` aligns it to the right."""
+    """Header and cells of one column; `right` aligns it to the right."""
 
     header: str
     cells: tuple[str, ...]
@@ -46,8 +50,14 @@ class Column:
         return max(len(text) for text in (*self.header.split(), *self.cells))
 
 
+def known_columns(items: Sequence[Item], cells: Mapping[str, Callable[[Item], str]]) -> list[Column]:
+    """Columns of text by header, without those that have only dashes."""
+    columns = [Column(header, tuple(map(cell, items))) for header, cell in cells.items()]
+    return [column for column in columns if any(cell != NOTHING for cell in column.cells)]
+
+
 def comparison_columns(comparison: Comparison) -> list[Column]:
-    """The name, how many runs, the settings that differ, and every figure that some run has."""
+    """Name, number of runs, the settings that differ, and all known figures."""
     groups = comparison.groups
     columns = [Column("run", tuple(group.name for group in groups), right=False)]
     if any(len(group.rows) > 1 or _status(group) for group in groups):
@@ -61,14 +71,14 @@ def comparison_columns(comparison: Comparison) -> list[Column]:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What a reader of the table must know: what failed and why, and what cannot be compared."""
+    """Errors of failed runs, unfinished runs, and warnings."""
     lines = [f"{row.name} failed: {row.error}" for row in comparison.rows if row.error]
     lines += [f"{row.name} is unfinished" for row in comparison.rows if row.status == "unfinished"]
     return lines + [f"warning: {line}" for line in comparison.warnings]
 
 
 def print_comparison(columns: Sequence[Column]) -> None:
-    """On a terminal as wide as it is, elsewhere in one piece."""
+    """Print the columns: in several tables if a terminal is too narrow, elsewhere in one."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_width(columns))
@@ -77,7 +87,7 @@ def print_comparison(columns: Sequence[Column]) -> None:
 
 
 def console_tables(columns: Sequence[Column], width: int) -> Iterator[Table]:
-    """One table, or where it would be wider than `width` several, each beginning with the first column."""
+    """One table, or several that are at most `width` wide and start with the first column."""
     name, *others = columns
     while others:
         chosen = [others.pop(0)]
@@ -92,7 +102,7 @@ def console_tables(columns: Sequence[Column], width: int) -> Iterator[Table]:
 
 
 def markdown(columns: Sequence[Column], notes: Sequence[str] = ()) -> str:
-    """The whole table in Markdown, a list of notes below it."""
+    """The table in Markdown, followed by a list of notes."""
     rows = [[column.header for column in columns], ["---:" if column.right else "---" for column in columns]]
     rows += [[cell.replace("|", "\\|") for cell in cells] for cells in zip(*(c.cells for c in columns), strict=True)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
@@ -100,19 +110,8 @@ def markdown(columns: Sequence[Column], notes: Sequence[str] = ()) -> str:
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """The shortest endings by which dotted keys are told apart: `objective.name`, `seed`."""
+    """The shortest unique suffixes of dotted keys: `objective.name`, `seed`."""
     return [next((short for short in _endings(key) if _only(short, keys)), key) for key in keys]
-
-
-def setting(value: Any) -> str:
-    """A value of a configuration in a few characters; one that was left to its default is a dash."""
-    if value is None:
-        return NOTHING
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return " ".join(map(setting, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _width(columns: Sequence[Column]) -> int:
@@ -121,7 +120,7 @@ def _width(columns: Sequence[Column]) -> int:
 
 def _endings(key: str) -> Iterator[str]:
     words = key.split(".")
-    # A name or a model says nothing without whose it is.
+    # "name" and "model" are unclear without the section.
     for count in range(2 if words[-1] in ("name", "model") and len(words) > 1 else 1, len(words) + 1):
         yield ".".join(words[-count:])
 
@@ -131,7 +130,7 @@ def _only(short: str, keys: Sequence[str]) -> bool:
 
 
 def _figures(known: set[str]) -> Iterator[tuple[str, str, str]]:
-    """`(name, header, kind)` of the figures that are known, in the table's order."""
+    """`(name, header, format)` of the known figures, in the table's order."""
     tasks = [name.removeprefix("tasks.") for name in known if name.startswith("tasks.")]
     for task in sorted(tasks, key=[*NINE, *sorted(set(tasks) - set(NINE))].index):
         yield f"tasks.{task}", f"{task} *" if NINE.get(task, ("", ""))[1] == "in" else task, "score"
@@ -144,13 +143,14 @@ def _figures(known: set[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def _status(group: Group) -> str:
+    """Statuses of the runs that are not finished."""
     missing = {row.status for row in group.rows} & {"failed", "unfinished"}
     return " and ".join(sorted(missing))
 
 
 def _count(group: Group) -> str:
-    """How many runs; where some did not end well, how many did."""
-    if group.rows[0].status == "reference":
+    """The number of runs, and how many of them are finished."""
+    if group.is_reference:
         return NOTHING
     good = sum(row.status == "finished" for row in group.rows)
     status = _status(group)
@@ -162,15 +162,12 @@ def _count(group: Group) -> str:
 def _cell(figure: Figure | None, kind: str) -> str:
     if figure is None:
         return NOTHING
-    spread = kind in ("score", "ratio", "seconds") and figure.deviation is not None
-    return _number(figure.mean, kind) + (f" ± {_number(figure.deviation or 0.0, kind)}" if spread else "")
+    if kind in DECIMALS:
+        return mean_and_deviation(figure, DECIMALS[kind])
+    return {"bytes": format_bytes, "count": millions, "percent": "{:.1%}".format}[kind](figure.mean)
 
 
-def _number(value: float, kind: str) -> str:
-    if kind == "bytes":
-        return format_bytes(value)
-    if kind == "count":
-        return f"{value / 1e6:.2f} M"
-    if kind == "percent":
-        return f"{value:.1%}"
-    return f"{value:.{ {'score': 2, 'ratio': 3, 'seconds': 4}[kind] }f}"
+def mean_and_deviation(figure: Figure, decimals: int) -> str:
+    """`MEAN ± DEVIATION`, or the mean of a single run."""
+    spread = f" ± {figure.deviation:.{decimals}f}" if figure.deviation is not None else ""
+    return f"{figure.mean:.{decimals}f}{spread}"

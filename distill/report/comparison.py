@@ -1,7 +1,7 @@
-"""Runs side by side: their figures, with mean and spread over seeds, and the settings in which they differ."""
+"""Comparison of runs: figures with mean and deviation over seeds, and the settings that differ."""
 
 import json
-import math
+import os
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig
-from distill.errors import ConfigError, RunFolderError
+from distill.errors import RunFolderError
 from distill.evaluation.base import Progress, no_progress
-from distill.run_folder import CONFIG, FINAL, SCORES, is_finished, is_run_folder, read_record, recorded_space
-from teacher_cache.teachers import TeacherOptions, resolve
-from teacher_cache.teachers.folder import ModelFolder, weight_files
-from teacher_cache.teachers.settings import options_for_space
+from distill.report.references import BASELINE, MODEL, TEACHER, Reference, load_references, model_size
+from distill.run_folder import CONFIG, FINAL, SCORES, is_finished, is_run_folder, read_record
 
 SEED = "training.seed"
-# Where a run lies says nothing about it; what it was trained on is compared by digests.
-PLACES = ("cache", "output_dir")
-# What runs must have in common for their figures to be compared: key of `Row.sources` -> in words.
+# Settings that are not compared: digests tell whether space and corpus are the same.
+PATHS = ("cache", "output_dir")
+# What runs must have in common for their figures to be compared: key of `Row.sources` -> warning.
 COMMON = {
     "space": "read different spaces",
     "corpus": "read different corpora",
@@ -29,21 +27,23 @@ COMMON = {
     "dtype": "were scored in different precisions",
     "files": "were scored on different files",
 }
-# Of these, the ones that seeds of one group share.
-SAME_RUN = ("space", "corpus", "precision", "student")
-NAMED = 3
+# Sources that the seeds of one group share.
+SHARED_BY_SEEDS = ("space", "corpus", "precision", "student")
+# Names of runs in a warning.
+MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run, or one model that is no run.
+    """One run, or one reference.
 
     Attributes:
-        status: "finished", "failed", "unfinished", or "reference" for a model that is no run.
+        status: "finished", "failed", "unfinished" or "reference".
         error: of a failed run, in one line.
-        figures: by dotted name, such as `tasks.stsb`, `average.all`, `agreement.after.spearman`,
-            `cost.step_seconds_p50`, `student.bytes`; those that are known.
-        sources: what the figures rest on, for people and to tell apart.
+        figures: known figures by dotted name, such as `tasks.stsb`, `average.all`, `agreement.after.spearman`,
+            `cost.step_seconds_p50`, `student.bytes`.
+        sources: what the figures depend on, by keys such as those of `COMMON`.
+        tasks: records of a reference's scores by task.
     """
 
     name: str
@@ -53,14 +53,15 @@ class Row:
     error: str | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "config"}
+        return {key: value for key, value in asdict(self).items() if key not in ("config", "tasks")}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Mean and sample standard deviation over n runs; no deviation of one."""
+    """Mean and sample standard deviation over n runs; the deviation of one is None."""
 
     mean: float
     deviation: float | None
@@ -74,15 +75,19 @@ class Figure:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in nothing but their seed."""
+    """Runs that differ only in their seed, or one reference."""
 
     name: str
     rows: tuple[Row, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def is_reference(self) -> bool:
+        return self.rows[0].status == "reference"
+
+    @property
     def figures(self) -> dict[str, Figure]:
-        """Over the runs that have the figure, in the order of the first that does."""
+        """Over the runs that have the figure."""
         names = dict.fromkeys(name for row in self.rows for name in row.figures)
         return {name: Figure.of([row.figures[name] for row in self.rows if name in row.figures]) for name in names}
 
@@ -97,11 +102,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a table shows.
+    """Groups of runs and references.
 
     Attributes:
-        differing: dotted keys in which the groups differ.
-        warnings: in which respects the figures should not be compared, a line each.
+        differing: dotted keys of the settings in which the groups differ.
+        warnings: why figures should not be compared, a line each.
     """
 
     groups: tuple[Group, ...]
@@ -131,13 +136,15 @@ def run_folders(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         inside = [path] if is_run_folder(path) else sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
         if not inside:
-            raise RunFolderError(f"{path} is no run folder and holds none (no {CONFIG}); name what `distill run` wrote")
+            raise RunFolderError(
+                f"{path} is not a run folder and holds none (no {CONFIG}); name a folder that `distill run` wrote"
+            )
         found.update(dict.fromkeys(inside))
     return list(found)
 
 
 def read_row(folder: Path, name: str | None = None, config: RunConfig | None = None, error: str | None = None) -> Row:
-    """What a run folder says; one that is not there yet says nothing.
+    """The row of a run folder, without figures if the run is not finished.
 
     Args:
         config: of a run that may have failed before it wrote its own.
@@ -167,71 +174,103 @@ def compare_runs(
     dtype: str = "auto",
     baseline: str | None = None,
     teacher: str | None = None,
+    models: Sequence[str] = (),
     progress: Progress = no_progress,
 ) -> Comparison:
     """Compare the runs in these folders, or in folders of these.
 
+    A model may also be the JSON file of its scores that `distill eval -o` wrote.
+
     Args:
-        data: folder of the tasks' files; finished runs that were not scored on them are, and keep it.
-        baseline: a model that is scored as a student of the runs would be: the student before training.
-        teacher: a model that is scored as the runs' teacher was asked.
+        data: folder of the tasks' files; finished runs that were not scored on them are, and their scores are saved.
+        baseline: the student before training, scored like a student of the runs.
+        teacher: the runs' teacher, scored with the settings of their space.
+        models: further models, scored with their own settings.
 
     Raises:
         RunFolderError: a path that holds no run.
-        ConfigError: a model to score, and no data.
+        ConfigError: a model must be scored, and `data` is None.
         EvaluationError, TeacherError: a file or a model is missing.
     """
     folders = run_folders(paths)
-    if data is None and (baseline is not None or teacher is not None):
-        raise ConfigError("a baseline or a teacher is scored on tasks; say with --data where their files are")
-    names = _told_apart(folders)
-    references, warnings = [], []
+    names = unique_names([folder.resolve().name for folder in folders], list(map(str, folders)))
+    named = [(BASELINE, baseline), (TEACHER, teacher), *((MODEL, model) for model in models)]
+    wanted = [(role, model) for role, model in named if model is not None]
+    references = load_references(wanted, folders, data, tasks, dtype, progress)
     if data is not None:
-        from distill.evaluation.scores import evaluate_run, score
+        from distill.evaluation.scores import evaluate_run
 
         for folder, name in zip(folders, names, strict=True):
             if is_finished(folder):
                 progress(f"scoring {name}", 0, 0, "")
                 evaluate_run(folder, data, tasks, dtype, progress)
-        for model, role, asked in ((baseline, "before training", _as_student), (teacher, "teacher", _as_teacher)):
-            if model is not None:
-                progress(f"scoring {model}", 0, 0, "")
-                options, warning = asked(model, folders)
-                warnings += warning
-                found = resolve(options).folder
-                size = {} if found is None else model_size(found)
-                scores = score(options, data, tasks, dtype, progress)
-                references.append(reference_row(f"{role}: {Path(model).name}", str(found or model), scores, size))
-    compared = compare([*references, *(read_row(f, name) for f, name in zip(folders, names, strict=True))])
+    rows = [read_row(folder, name) for folder, name in zip(folders, names, strict=True)]
+    files = {name for row in rows for name in json.loads(row.sources.get("files", "{}"))}
+    reference_names = unique_names(
+        *(
+            [f"{one.role}: {name}" for one, name in zip(references, candidates, strict=True)]
+            for candidates in (
+                [Path(one.model).name for one in references],
+                [one.model for one in references],
+                [one.source for one in references],
+            )
+        )
+    )
+    compared = compare(
+        [*(_reference_row(*pair, files) for pair in zip(reference_names, references, strict=True)), *rows]
+    )
+    warnings = [line for reference in references for line in reference.warnings]
+    warnings += [
+        f"the scores of {name} have no precision; score it again with `distill eval -o`"
+        for name, one in zip(reference_names, references, strict=True)
+        if "dtype" not in one.scores
+    ]
     return replace(compared, warnings=(*compared.warnings, *warnings))
 
 
-def reference_row(name: str, folder: str, scores: Mapping[str, Any], size: Mapping[str, float]) -> Row:
-    """A model that is no run: the student before training, or the teacher."""
+def unique_names(names: Sequence[str], *longer: Sequence[str]) -> list[str]:
+    """The names, with longer ones in place of those that are not unique."""
+    unique = list(names)
+    for candidates in longer:
+        unique = [name if unique.count(name) == 1 else other for name, other in zip(unique, candidates, strict=True)]
+    return unique
+
+
+def _reference_row(name: str, reference: Reference, files: set[str]) -> Row:
+    """The row of a reference.
+
+    Args:
+        files: task files of the runs; further files of the reference's scores are not compared.
+    """
+    scores = dict(reference.scores)
+    if files and "files" in scores:
+        common = {file: digest for file, digest in scores.pop("files").items() if file in files}
+        scores |= {"files": common} if common else {}
     return Row(
         name=name,
-        folder=folder,
+        folder=reference.source,
         status="reference",
-        figures=dict(_scored(scores)) | {f"student.{key}": value for key, value in size.items()},
+        figures=dict(_scored(scores)) | {f"student.{key}": value for key, value in reference.size.items()},
         sources=_sources({}, scores),
+        tasks=scores["tasks"],
     )
 
 
 def compare(rows: Sequence[Row]) -> Comparison:
-    """Group the rows by everything but their seed, and say what is different between groups."""
+    """Group rows that differ only in their seed, with the settings and sources that differ between groups."""
     groups: list[list[Row]] = []
     for row in rows:
         for group in groups:
-            if all(_another_seed(row, other) and _same_sources(row, other) for other in group):
+            if all(_differ_in_seed(row, other) and _same_sources(row, other) for other in group):
                 group.append(row)
                 break
         else:
             groups.append([row])
     configs = [group[0].config for group in groups]
     first = next((config for config in configs if config is not None), None)
-    hidden = PLACES if all(len(group) == 1 for group in groups) else (*PLACES, SEED)
+    hidden = PATHS if all(len(group) == 1 for group in groups) else (*PATHS, SEED)
     differences = [first.difference(config) if first and config else {} for config in configs]
-    # Dotted key -> its value in the first run, in the order of a configuration's sections.
+    # Dotted key -> its value in the first run, in the order of the configuration's sections.
     found = {key: mine for one in differences for key, (mine, _) in one.items() if key not in hidden}
     sections = [section.name for section in fields(RunConfig)]
     common = {key: found[key] for key in sorted(found, key=lambda key: sections.index(key.partition(".")[0]))}
@@ -244,55 +283,6 @@ def compare(rows: Sequence[Row]) -> Comparison:
         for name, group, chosen in zip(_group_names(groups), groups, settings, strict=True)
     ]
     return Comparison(tuple(named), tuple(common), tuple(_warnings([row for group in groups for row in group])))
-
-
-def model_size(folder: Path) -> dict[str, float]:
-    """`bytes` of a model's weights on disk and, where they are safetensors, `parameters`.
-
-    Raises:
-        TeacherError: the folder holds no model.
-    """
-    from safetensors import safe_open
-
-    files = [path for part in ModelFolder.open(folder).parts for path in weight_files(part)]
-    size = {"bytes": float(sum(path.stat().st_size for path in files))}
-    if any(path.suffix != ".safetensors" for path in files):
-        return size
-    parameters = 0
-    for path in files:
-        with safe_open(path, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                parameters += math.prod(tensors.get_slice(name).get_shape())
-    return size | {"parameters": float(parameters)}
-
-
-def _told_apart(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, and where two are called the same, their paths."""
-    names = [folder.resolve().name for folder in folders]
-    return [name if names.count(name) == 1 else str(folder) for folder, name in zip(folders, names, strict=True)]
-
-
-def _as_student(model: str, folders: Sequence[Path]) -> tuple[TeacherOptions, list[str]]:
-    """Pooling, prompt and maximum length of the first run that began with this model."""
-    wanted = Path(model).expanduser().resolve()
-    for folder in folders:
-        record = read_record(folder)
-        if record and Path(RunConfig.load(folder / CONFIG).student.model).expanduser().resolve() == wanted:
-            student = record["student"]
-            options = {key: student[key] for key in ("pooling", "prompt", "max_length")}
-            return TeacherOptions(model=model, backend="transformer", **options), []
-    return TeacherOptions(model=model), [f"no run began with {model}; it was asked as its own files say"]
-
-
-def _as_teacher(model: str, folders: Sequence[Path]) -> tuple[TeacherOptions, list[str]]:
-    """As the first run's space says, if that is this model's."""
-    spaces = [recorded_space(record) for record in map(read_record, folders) if record]
-    weights = resolve(TeacherOptions(model=model)).space.weights
-    for space in spaces:
-        if space is not None and space.weights == weights:
-            # Precision and length of the vectors are those of the scoring.
-            return replace(options_for_space(space, TeacherOptions(model=model)), dtype="auto", normalize=None), []
-    return TeacherOptions(model=model), [f"no run was trained on what {model} said; it is not their teacher"]
 
 
 def _figures(folder: Path, record: Mapping[str, Any], scores: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -334,45 +324,49 @@ def _labelled(part: Mapping[str, Any], label: str) -> str:
     return f"{part[label]} ({part['fingerprint'][:8]})" if part else ""
 
 
-def _another_seed(one: Row, other: Row) -> bool:
-    """Whether the seed is what two runs differ in; the same run twice says nothing of the spread."""
+def _differ_in_seed(one: Row, other: Row) -> bool:
+    """Whether two runs differ only in their seed; equal seeds are not a sample."""
     if one.config is None or other.config is None:
         return False
-    return one.config.difference(other.config).keys() - set(PLACES) == {SEED}
+    return one.config.difference(other.config).keys() - set(PATHS) == {SEED}
 
 
 def _same_sources(one: Row, other: Row) -> bool:
-    """A run that failed before its record was written has none to differ in."""
-    shared = [key for key in SAME_RUN if key in one.sources and key in other.sources]
+    """Whether the sources that both runs have recorded are equal."""
+    shared = [key for key in SHARED_BY_SEEDS if key in one.sources and key in other.sources]
     return all(one.sources[key] == other.sources[key] for key in shared)
 
 
 def _group_names(groups: Sequence[Sequence[Row]]) -> list[str]:
-    """What the names of a group's runs begin with, without the seed; a name that two would have is the first run's."""
-    names = [_common(sorted(Path(row.name).name for row in group)) for group in groups]
+    """The common prefix of the names in a group, without the seed; the first run's name if that is not unique."""
+    names = [
+        group[0].name if len(group) == 1 else _common_prefix([Path(row.name).name for row in group]) for group in groups
+    ]
     return [
-        name if name and names.count(name) == 1 else group[0].name for name, group in zip(names, groups, strict=True)
+        name or group[0].name
+        for name, group in zip(unique_names(names, [group[0].name for group in groups]), groups, strict=True)
     ]
 
 
-def _common(names: Sequence[str]) -> str:
-    """What sorted names begin with."""
-    first, last = names[0], names[-1]
-    length = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first if len(names) == 1 else re.sub(r"(?:[-_.]+(?:seed|s)[-_.=]*\d*|[-_.=]+)$", "", first[:length])
+def _common_prefix(names: Sequence[str]) -> str:
+    """The common prefix, without a trailing seed and punctuation."""
+    prefix = os.path.commonprefix(list(names))  # noqa: RUF071 - of characters, not of path components
+    return re.sub(r"(?:[-_.]+(?:seed|s)[-_.=]*\d*|[-_.=]+)$", "", prefix)
 
 
 def _warnings(rows: Sequence[Row]) -> Iterator[str]:
-    for key, said in COMMON.items():
+    for key, warning in COMMON.items():
         by_value: dict[str, list[str]] = {}
         for row in rows:
             if key in row.sources:
                 by_value.setdefault(row.sources[key], []).append(row.name)
         if len(by_value) > 1:
-            parts = [f"{'' if key == 'files' else f'{value}: '}{_few(names)}" for value, names in by_value.items()]
-            yield f"the runs {said}: {'; '.join(parts)}"
+            parts = [
+                f"{'' if key == 'files' else f'{value}: '}{_first_names(names)}" for value, names in by_value.items()
+            ]
+            yield f"the runs {warning}: {'; '.join(parts)}"
 
 
-def _few(names: Sequence[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+def _first_names(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

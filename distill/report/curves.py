@@ -1,4 +1,4 @@
-"""Figures by training step: what was logged, what validation gave, one small pair of axes each."""
+"""Plots over training steps: logged figures and validation scores."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,18 +6,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from distill.report.data import RunRecords
-from distill.report.drawing import Key, Panel, Plot, line, needs_log_scale, number, number_axes
+from distill.report.drawing import Key, Panel, Plot, line, needs_log_scale, number_axes
+from distill.report.formats import number
 
-STEP = "optimiser step"
-# Keys of a line of metrics.jsonl that are no terms of the objective, with what they are.
+STEP = "optimizer step"
+# Keys of metrics.jsonl that are not terms of the objective, with their titles.
 PROGRESS = ("step", "epoch")
-OPTIMISATION = {"learning_rate": "learning rate of the student", "grad_norm": "norm of the gradient"}
+OPTIMIZATION = {"learning_rate": "learning rate of the student", "grad_norm": "norm of the gradient"}
 SHARPNESS = {"perturbation_norm": "norm of the perturbation", "perturbation_rise": "rise of the loss to w + eps"}
 SHARE = "share of "
 
 
 class Series(NamedTuple):
-    """One run's points."""
+    """The points of one run."""
 
     run: RunRecords
     key: Key
@@ -26,19 +27,19 @@ class Series(NamedTuple):
 
 
 def curves(runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[Plot]:
-    """The loss and its terms, learning rate and gradient, and what sharpness logs."""
+    """The loss and its terms, learning rate and gradient norm, and the figures of sharpness."""
     logged = dict.fromkeys(name for run in runs for entry in run.metrics for name in entry)
     names = [name for name in logged if name not in PROGRESS]
     sharp = [name for name in names if name in SHARPNESS or name.startswith(SHARE)]
-    terms = [name for name in names if name not in (*OPTIMISATION, *sharp, "loss")]
+    terms = [name for name in names if name not in (*OPTIMIZATION, *sharp, "loss")]
     titles = (
-        OPTIMISATION
+        OPTIMIZATION
         | SHARPNESS
         | {name: f"{name} of the perturbation (0 to 1)" for name in sharp if name.startswith(SHARE)}
     )
     for name, title, chosen in (
         ("losses", "Loss and its terms", [name for name in ("loss", *terms) if name in names]),
-        ("optimisation", "Learning rate and gradient", [name for name in OPTIMISATION if name in names]),
+        ("optimization", "Learning rate and gradient", [name for name in OPTIMIZATION if name in names]),
         ("perturbation", "Sharpness", sharp),
     ):
         panels = [
@@ -49,7 +50,7 @@ def curves(runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[Plot
 
 
 def validation(runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[Plot]:
-    """The average over the validation files, and every task's score."""
+    """The average over the validation files, and the score of each task."""
     scores = {run.name: [{"step": entry["step"], **entry["validation"]} for entry in run.validation] for run in runs}
     names = dict.fromkeys(name for entries in scores.values() for entry in entries for name in entry)
     panels = [
@@ -63,7 +64,7 @@ def validation(runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[
 def step_panel(
     title: str, points: Sequence[tuple[RunRecords, Sequence[tuple[float, float]]]], keys: Mapping[str, Key]
 ) -> tuple[Panel, set[str]] | None:
-    """A panel of (step, value) points, and whose groups are in it; None without a point."""
+    """A panel of (step, value) points, and the groups in it; None without points."""
     drawn = [
         Series(run, keys[run.group], [step for step, _ in found], [value for _, value in found])
         for run, found in points
@@ -71,12 +72,12 @@ def step_panel(
     ]
     if not drawn:
         return None
-    said = "; ".join(
+    description = "; ".join(
         f"{run.name} {number(y[0])} at step {number(x[0])}"
         + (f", {number(y[-1])} at step {number(x[-1])}" if len(x) > 1 else "")
         for run, _, x, y in drawn
     )
-    return Panel(title, f"By {STEP}: {said}.", partial(_draw, drawn)), {series.run.group for series in drawn}
+    return Panel(title, f"By {STEP}: {description}.", partial(_draw, drawn)), {series.run.group for series in drawn}
 
 
 def _plot(

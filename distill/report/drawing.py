@@ -1,7 +1,6 @@
-"""How a plot is drawn: each panel as an SVG that takes the page's colors, all panels of a plot as one PNG."""
+"""Drawing of plots: each panel as an SVG in the page's colors, all panels of a plot as one PNG."""
 
 import io
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,27 +10,28 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from distill.report.formats import number
 from teacher_cache.errors import optional_import
 
 INK, GRID, PAPER = "#1c2127", "#d9dde2", "#ffffff"
-# Okabe and Ito's colors, told apart by the color-blind too; yellow and black are left out: one does not show on
-# white, the other is the ink of references.
+# Okabe and Ito's colors, which color-blind readers can distinguish, without yellow, which is invisible on white, and
+# black, the color of references.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D")
-# Points: a panel is as wide as a phone shows it, so that its text is read without zooming.
+# Points: a panel fits the width of a phone, so that its text is readable without zooming.
 WIDTH, HEIGHT = 252.0, 176.0
 PNG_COLUMNS, PNG_DPI = 3, 160
 POINTS_AN_INCH = 72.0
-# From which quotient of the largest to the smallest value an axis is logarithmic.
+# Ratio of the largest to the smallest value above which an axis is logarithmic.
 LOGARITHMIC = 20.0
-# Between two ticks, times a power of ten.
+# Distances of two ticks, times a power of ten.
 STEPS = (1, 2, 5, 10)
 
 
 @dataclass(frozen=True)
 class Key:
-    """What one kind of mark stands for; `color` None is the ink, of references."""
+    """An entry of a legend; `color` None is the ink, for references."""
 
     label: str
     color: int | None
@@ -49,12 +49,12 @@ class Panel:
 
     Attributes:
         title: what is drawn, with its unit.
-        said: the same in words and figures, for those who do not see it.
-        draw: onto matplotlib's axes.
+        description: the figures as text, for screen readers.
+        draw: draws onto matplotlib axes.
     """
 
     title: str
-    said: str
+    description: str
     draw: Callable[[Any], None]
     height: float = HEIGHT
 
@@ -70,13 +70,13 @@ class Plot:
 
 
 def legend_key(place: int, label: str) -> Key:
-    """The color of the n-th of several; where colors run out, another dash."""
+    """The key of the n-th item; after the last color, the colors repeat with another dash."""
     again = place // len(COLORS) % len(DASHES)
     return Key(label, place % len(COLORS), DASHES[again], MARKERS[again])
 
 
 def line(axes: Any, key: Key, x: Sequence[float], y: Sequence[float], *, faint: bool = False) -> None:
-    """A line with its points where they are few."""
+    """A line, with markers if it has few points."""
     axes.plot(
         x,
         y,
@@ -89,7 +89,7 @@ def line(axes: Any, key: Key, x: Sequence[float], y: Sequence[float], *, faint: 
 
 
 def level(axes: Any, key: Key, y: float) -> None:
-    """A horizontal line: what a reference has."""
+    """A horizontal line, such as a reference's score."""
     axes.axhline(y, color=key.hex, linestyle=key.dash, linewidth=1.1)
 
 
@@ -98,7 +98,7 @@ def needs_log_scale(values: Sequence[float]) -> bool:
 
 
 def number_axes(axes: Any, x: str, y: str = "", *, log_y: bool = False, whole_x: bool = False) -> None:
-    """Labels, few ticks, and numbers as a person writes them."""
+    """Set labels, few ticks and short tick labels."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.set_xlabel(x)
@@ -115,18 +115,8 @@ def number_axes(axes: Any, x: str, y: str = "", *, log_y: bool = False, whole_x:
         axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
 
 
-def number(value: float) -> str:
-    """Four significant digits at most; thousands set apart."""
-    if not math.isfinite(value):
-        return "-"
-    if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 def svg(panel: Panel, name: str) -> str:
-    """The panel as an `<svg>` element for the inside of a page: the page's ink, grid and colors, no fixed size.
+    """The panel as an `<svg>` element with the page's colors and no fixed size.
 
     Args:
         name: unique in the page.
@@ -143,7 +133,7 @@ def svg(panel: Panel, name: str) -> str:
     drawn = text.getvalue()
     inside = drawn[drawn.index(">", drawn.index("<svg")) + 1 :]
     inside = re.sub(r"<g id=\"[^\"]*\">", "<g>", inside)
-    # Elements of several plots must not share an id.
+    # Ids must be unique in the page.
     inside = re.sub(r"(?<=\sid=\")", f"{name}-", inside)
     inside = re.sub(r"(?<=url\(#)|(?<=href=\"#)", f"{name}-", inside)
     inside = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", inside)
@@ -151,14 +141,14 @@ def svg(panel: Panel, name: str) -> str:
         inside = inside.replace(color, f"var(--mark-{place})")
     inside = inside.replace(INK, "currentColor").replace(GRID, "var(--grid)").replace(PAPER, "var(--paper)")
     return (
-        f'<svg viewBox="0 0 {WIDTH:g} {panel.height:g}" role="img" aria-labelledby="{name}-title {name}-said">'
-        f'<title id="{name}-title">{escape(panel.title)}</title><desc id="{name}-said">{escape(panel.said)}</desc>'
-        f"{inside.strip()}"
+        f'<svg viewBox="0 0 {WIDTH:g} {panel.height:g}" role="img" aria-labelledby="{name}-title {name}-description">'
+        f'<title id="{name}-title">{escape(panel.title)}</title><desc id="{name}-description">'
+        f"{escape(panel.description)}</desc>{inside.strip()}"
     )
 
 
 def png(plot: Plot, path: Path) -> None:
-    """All panels and the legend, in ink on white.
+    """Write all panels and the legend, on white.
 
     Raises:
         MissingDependency: matplotlib is absent.
@@ -194,14 +184,14 @@ def png(plot: Plot, path: Path) -> None:
 
 @contextmanager
 def _style() -> Iterator[Callable[[float, float], Any]]:
-    """Gives figures of a width and a height in points, without pyplot and its windows."""
+    """A function that makes figures of a width and a height in points, without pyplot."""
     with optional_import("a plot"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     style: Mapping[str, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": "report",
-        "text.parse_math": False,  # a run may be called $x$
+        "text.parse_math": False,  # names of runs may contain $
         "font.family": "DejaVu Sans",
         "font.size": 8.5,
         "axes.labelsize": 8.5,
@@ -222,7 +212,7 @@ def _style() -> Iterator[Callable[[float, float], Any]]:
         "lines.linewidth": 1.5,
     }
     with rc_context(dict(style)), warnings.catch_warnings():
-        # A browser has glyphs that matplotlib's own font lacks.
+        # The browser's fonts have glyphs that matplotlib's lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield lambda width, height: Figure(
             figsize=(width / POINTS_AN_INCH, height / POINTS_AN_INCH), layout="constrained"

@@ -1,8 +1,7 @@
-"""The report as one HTML file that needs nothing else, beside it the same as JSON and the plots as PNG."""
+"""The report as a self-contained HTML file, with its data as JSON and its plots as PNG files."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -18,18 +17,18 @@ from teacher_cache.errors import optional_import
 from teacher_cache.storage.files import atomic_write
 
 TEMPLATE = "report.html.j2"
-# Keys by which a report's JSON is told from other files.
+# Keys that identify the JSON file of a report.
 REPORT = {"runs", "references", "comparison", "units"}
-# Analysis -> its heading, and how its plots are read.
+# Analysis -> its heading, and how to read its plots.
 ANALYSES = {
     "compression": (
         "Compression",
-        "Vectors cut to their first numbers, scaled to length 1 and stored in fewer bits, scored on the same task.",
+        "Scores of vectors that are truncated, scaled to length 1 and stored in fewer bits.",
     ),
     "margin": (
         "Robustness margin",
-        "Each point is a checkpoint: how far its vectors are from the teacher's, and what it scores. Hollow points are "
-        "left out of the line. Where the line meets the teacher's score is the error that costs nothing.",
+        "Each point is a checkpoint: the distance of its vectors from the teacher's, and its score. Hollow points are "
+        "excluded from the fit. The margin is the error at which the line reaches the teacher's score.",
     ),
     "curvature": (
         "Curvature",
@@ -38,35 +37,16 @@ ANALYSES = {
     ),
     "layers": (
         "Layers",
-        "How alike two layers order the same texts, 1 being the same order, and how far training moved each of them.",
+        "Similarity of two layers on the same texts, 1 for equal cosines, and how much training changed each layer.",
     ),
-    "map": ("Map", "Each text twice, where the teacher and where the student puts it; a thin line joins the two."),
+    "map": ("Map", "The teacher's and the student's vector of each text, connected by a thin line."),
 }
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A plot on the page."""
-
-    plot: Plot
-    panels: Sequence[tuple[str, str]]  # title, SVG
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An analysis of one or more runs."""
-
-    name: str
-    title: str
-    read: str
-    conclusions: Sequence[tuple[str, str]]
-    drawings: Sequence[Drawing]
-
-
 def write_report(data: ReportData, output: Path) -> list[Path]:
-    """Write `output`, its namesake with `.json`, and the plots in `NAME_files/`; the same data give the same bytes.
+    """Write `output`, its data as `NAME.json`, and the plots in `NAME_files/`; equal data give equal bytes.
 
-    Plots that an earlier report left there and this one does not have are removed.
+    Plots of an earlier report that this one does not have are removed.
 
     Returns:
         The files, the HTML first.
@@ -88,32 +68,32 @@ def write_report(data: ReportData, output: Path) -> list[Path]:
             path.unlink()
     for path, plot in pictures.items():
         png(plot, path)
-    beside = output.with_suffix(".json")
-    for path, text in ((beside, record), (output, page)):
+    json_path = output.with_suffix(".json")
+    for path, text in ((json_path, record), (output, page)):
         with atomic_write(path) as file:
             file.write(text.encode())
-    return [output, beside, *pictures]
+    return [output, json_path, *pictures]
 
 
 def check_page(output: Path) -> None:
-    """Refuse a name for the page before anything is read, drawn or scored.
+    """Check the name of the page before anything is read or scored.
 
     Raises:
-        ConfigError: it does not end in .html, or the JSON beside it would replace what is no report's.
+        ConfigError: it does not end in .html, or its JSON would replace a file that is not a report's.
     """
     if output.suffix not in (".html", ".htm"):
-        raise ConfigError(f"the report {output} is an HTML file: give it a name that ends in .html")
-    beside = output.with_suffix(".json")
+        raise ConfigError(f"the report {output} is an HTML file: choose a name that ends in .html")
+    path = output.with_suffix(".json")
     try:
-        held = read_record(beside.parent, beside.name)
-        taken = beside.exists() and not (isinstance(held, dict) and held.keys() >= REPORT)
+        held = read_record(path.parent, path.name)
+        taken = path.exists() and not (isinstance(held, dict) and held.keys() >= REPORT)
     except RunFolderError:
         taken = True
-    # A run that has not written them yet will, and other scores in its folder are read as its own.
-    records = beside.name in (RECORD, SCORES) or beside.match(FURTHER)
-    if taken or (records and is_run_folder(output.parent)):
+    # Files that a run writes later, or that a report reads as its scores.
+    reserved = path.name in (RECORD, SCORES) or path.match(FURTHER)
+    if taken or (reserved and is_run_folder(output.parent)):
         raise ConfigError(
-            f"the report's data would be written to {beside}, which is no report's: give {output.name} another name"
+            f"the report's data would replace {path}, which is not a report's: choose another name than {output.name}"
         )
 
 
@@ -127,15 +107,6 @@ def html(data: ReportData, drawn: Mapping[str, Sequence[Plot]]) -> str:
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
 
-    def drawings(name: str) -> list[Drawing]:
-        return [
-            Drawing(
-                plot,
-                [(panel.title, Markup(svg(panel, f"{plot.name}-{place}"))) for place, panel in enumerate(plot.panels)],
-            )
-            for plot in drawn.get(name, ())
-        ]
-
     shared, differing = sections.facts(data.runs)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters["dash"] = {"-": "none", "--": "6 3", ":": "1.5 2.5", "-.": "6 2 1.5 2"}.get
@@ -148,20 +119,16 @@ def html(data: ReportData, drawn: Mapping[str, Sequence[Plot]]) -> str:
         differing=differing,
         side_by_side=sections.side_by_side(data),
         scores=sections.score_table(data),
-        score_drawings=drawings("scores"),
         figures=sections.figure_tables(data.runs),
         examples=list(sections.examples(data.runs)),
         agreement=sections.agreement_table(data.runs),
-        curves=drawings("curves"),
-        validation=drawings("validation"),
-        answers=[
-            Answer(name, *ANALYSES.get(name, (name, "")), _conclusions(name, data.runs), drawings(name))
-            for name in data.analyses
-        ],
+        # Name, heading, how to read the plots, conclusions by run.
+        analyses=[(name, *ANALYSES.get(name, (name, "")), _conclusions(name, data.runs)) for name in data.analyses],
         cost=sections.cost_table(data),
         bench=bench_tables(data.bench),
-        bench_drawings={drawing.plot.name: drawing for drawing in drawings("bench")},
         disk=sections.disk(data.runs),
+        plots=drawn,
+        svg=lambda panel, name: Markup(svg(panel, name)),
         color=_color,
     )
 
@@ -171,7 +138,7 @@ def _color(key: Key) -> str:
 
 
 def _title(data: ReportData) -> str:
-    names = [run.name for run in data.runs] or list(data.references) or ["what a step costs"]
+    names = [run.name for run in data.runs] or list(data.references) or ["step costs"]
     return ", ".join(names) if len(names) <= 4 else f"{len(names)} runs"
 
 

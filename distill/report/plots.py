@@ -1,4 +1,4 @@
-"""The plots of a report: learning curves, scores, and what the analyses answered."""
+"""The plots of a report: learning curves, scores, measurements and analyses."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -8,8 +8,9 @@ from distill.report.analysis_plots import draw_analysis
 from distill.report.bench import bench_plots
 from distill.report.comparison import Figure
 from distill.report.curves import curves, validation
-from distill.report.data import BASELINE, TEACHER, ReportData
+from distill.report.data import ReportData
 from distill.report.drawing import Key, Panel, Plot, legend_key, number_axes
+from distill.report.references import BASELINE, TEACHER
 
 TASK_HEIGHT, AXIS_HEIGHT = 18.0, 44.0
 MARKERS = {TEACHER: "|", BASELINE: "o"}
@@ -17,7 +18,7 @@ OTHER_MARKER = "x"
 
 
 def plots(data: ReportData) -> dict[str, list[Plot]]:
-    """By what they show: "curves", "validation", "scores", "bench", and each analysis by name; those that have data."""
+    """Plots by section: "scores", "curves", "validation", "bench" and names of analyses; those with data."""
     groups = dict.fromkeys(run.group for run in data.runs)
     keys = {name: legend_key(place, name) for place, name in enumerate(groups)}
     found = {
@@ -31,7 +32,7 @@ def plots(data: ReportData) -> dict[str, list[Plot]]:
 
 
 def _scores(data: ReportData, keys: Mapping[str, Key]) -> Iterator[Plot]:
-    """Every model's score of every task, runs in color and references in ink."""
+    """Scores of all models on all tasks, runs in color and references in ink."""
     marks = {name: Key(name, key.color, "", key.marker) for name, key in keys.items()}
     marks |= {name: Key(name, None, "", MARKERS.get(role, OTHER_MARKER)) for name, role in data.references.items()}
     rows = [
@@ -41,13 +42,13 @@ def _scores(data: ReportData, keys: Mapping[str, Key]) -> Iterator[Plot]:
     ]
     if not rows:
         return
-    said = "; ".join(
+    description = "; ".join(
         f"{key.label}: " + ", ".join(f"{task} {figure.mean:.1f}" for task, figure in scores.items())
         for key, scores in rows
     )
     tasks = list(data.tasks)
     height = AXIS_HEIGHT + TASK_HEIGHT * len(tasks)
-    panel = Panel("score of each task (points of 100)", said, partial(_draw_scores, tasks, rows), height)
+    panel = Panel("score of each task (points of 100)", description, partial(_draw_scores, tasks, rows), height)
     yield Plot("scores", "Scores by task", [panel], [key for key, _ in rows])
 
 

@@ -1,14 +1,15 @@
-"""Tables of scores for the console."""
+"""The table of scores on the console."""
 
 from collections.abc import Mapping
 
 from rich.table import Table
 
 from distill.evaluation.base import Report, TaskScore
+from distill.report.formats import NOTHING, optional, task_count
 
 AVERAGES = {"in_domain": "in-domain", "out_of_domain": "out-of-domain", "all": "all"}
 
-# Further figures of a task that a reader must know of: (name, value) -> mark and footnote.
+# (name, value) of a task's further figure -> mark and footnote.
 NOTES = {
     ("converged", 0.0): ("†", "the classifier stopped at its iteration limit"),
     ("constant", 1.0): ("‡", "every cosine is the same: undefined, counted as 0"),
@@ -16,11 +17,10 @@ NOTES = {
 
 
 def task_table(reports: Mapping[str, Report]) -> Table:
-    """One row a task and one for each of the three averages, one column a model, one decimal.
+    """A row per task and per average, a column per model, one decimal.
 
-    Tasks come in the order of the first report that has them; a task that a model did not run is a dash. An
-    average says over how many tasks it goes in its row's name, or in the cell where the models differ; there is none
-    over tasks that count in none.
+    Tasks are in the order of the first report that has them; a missing score is a dash. The number of tasks of an
+    average is in its own column, or in the cells if the models differ. Tasks that count in no average have none.
     """
     table = Table()
     table.add_column("task")
@@ -42,10 +42,9 @@ def task_table(reports: Mapping[str, Report]) -> Table:
         same = len(counts) == 1
         table.add_row(
             f"average {label}",
-            _tasks(counts.pop()) if same else "",
+            task_count(counts.pop()) if same else "",
             *(
-                ("-" if average.score is None else f"{average.score:.1f}")
-                + ("" if same else f" ({_tasks(average.tasks)})")
+                optional("{:.1f}".format, average.score) + ("" if same else f" ({task_count(average.tasks)})")
                 for average in averages
             ),
         )
@@ -53,19 +52,15 @@ def task_table(reports: Mapping[str, Report]) -> Table:
     return table
 
 
-def _tasks(count: int) -> str:
-    return f"{count} task" if count == 1 else f"{count} tasks"
-
-
 def _cell(task: TaskScore | None) -> str:
     if task is None:
-        return "-"
+        return NOTHING
     marks = [mark for (name, value), (mark, _) in NOTES.items() if task.extra.get(name) == value]
     return f"{task.score:.1f}{''.join(marks)}"
 
 
 def _notes(reports: Mapping[str, Report]) -> list[str]:
-    """The footnotes that the table's marks refer to."""
+    """The footnotes of the marks in the table."""
     tasks = [task for report in reports.values() for task in report.tasks.values()]
     notes = ["* in-domain"] if any(task.domain == "in" for task in tasks) else []
     notes += [

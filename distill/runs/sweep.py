@@ -21,8 +21,9 @@ from typing import Any
 from distill.config import RunConfig
 from distill.config.reading import build_config, put, read_yaml
 from distill.errors import ConfigError
-from distill.report.columns import setting, short_keys
+from distill.report.columns import short_keys
 from distill.report.comparison import Comparison, compare, read_row
+from distill.report.formats import setting
 from distill.run_folder import is_finished
 from distill.runs.launch import Order, launcher
 from teacher_cache.building.workers import parse_workers

@@ -1,4 +1,4 @@
-"""Measurements in a report: the figures of the record in tables, bars and words."""
+"""Measurements in a report: tables, bars and notes."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def record() -> dict[str, Any]:
     }
 
 
-def test_a_table_has_a_row_a_method_and_dashes_for_what_was_not_measured(record: dict[str, Any]) -> None:
+def test_a_table_has_a_row_per_method_and_dashes_for_missing_figures(record: dict[str, Any]) -> None:
     told = {column.header: column.cells for column in columns(record["tables"][0])}
     assert told["method"] == ("talas", "talas+asam", "emo@online", "cdm@online")
     assert told["ms/step"] == ("195", "374", "1,072", "-")
@@ -82,24 +82,24 @@ def test_a_table_has_a_row_a_method_and_dashes_for_what_was_not_measured(record:
     assert told["cache/text"] == ("5.1 kB", "5.1 kB", "-", "-")
     parts = {column.header for column in part_columns(record["tables"][0])}
     assert "teacher ms" in parts
-    assert "first pass ms" not in parts  # nobody has one
+    assert "first pass ms" not in parts  # no method has one
 
 
-def test_what_failed_is_told_with_its_reason(record: dict[str, Any]) -> None:
+def test_notes_have_the_setup_and_the_errors(record: dict[str, Any]) -> None:
     told = list(notes(record["tables"][0], record))
     assert told[-1] == "cdm@online: out of memory at 15.0 GB"
     assert "student small" in told[0]
-    assert "2,048 tokens a batch, 100% of its positions" in told[0]
+    assert "2,048 tokens per batch, 100% of its positions" in told[0]
     assert told[1].startswith("medians of 24 steps in 3 rounds")
     assert "cdm@online: out of memory" in as_markdown(record)
 
 
-def test_bars_are_as_long_as_their_parts_together(record: dict[str, Any]) -> None:
+def test_bars_are_as_long_as_the_sum_of_their_parts(record: dict[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     (plot,) = bench_plots(record)
     time, memory = plot.panels
-    assert {key.label for key in plot.keys} == {"teacher", "forward", "backward", "optimiser", "wait for data"}
+    assert {key.label for key in plot.keys} == {"teacher", "forward", "backward", "optimizer", "wait for data"}
     axes = Figure().subplots()
     time.draw(axes)
     ends: dict[float, float] = {}
@@ -108,40 +108,40 @@ def test_bars_are_as_long_as_their_parts_together(record: dict[str, Any]) -> Non
         ends[middle] = max(ends.get(middle, 0), bar.get_x() + bar.get_width())
     assert list(ends.values()) == pytest.approx([197.0, 197.0 * 1.92, 197.0 * 5.5 + 400.0])
     assert [text.get_text() for text in axes.texts] == ["×1", "×1.92", "×5.5"]
-    assert "talas+asam 7.64 GB ×1.92" in memory.said
+    assert "talas+asam 7.64 GB ×1.92" in memory.description
 
 
-def test_memory_that_was_not_measured_has_no_panel(record: dict[str, Any]) -> None:
+def test_without_memory_there_is_no_panel(record: dict[str, Any]) -> None:
     for one in record["tables"][0]["rows"][:3]:
         one["peak_bytes"] = one["loaded_bytes"] = None
     (plot,) = bench_plots(record)
     assert [panel.title for panel in plot.panels] == ["time of a step (ms)"]
 
 
-def test_texts_on_which_nothing_could_be_measured_have_a_table_and_no_plot(record: dict[str, Any]) -> None:
+def test_texts_without_measurements_have_a_table_and_no_plot(record: dict[str, Any]) -> None:
     table = record["tables"][0]
     table["rows"], table["tokens"] = table["rows"][3:], None
     assert list(bench_plots(record)) == []
     (measured,) = bench_tables(record)
-    assert measured.heading == "64 tokens a text"
+    assert measured.heading == "64 tokens per text"
     assert measured.notes[-1] == "cdm@online: out of memory at 15.0 GB"
 
 
-def test_the_page_shows_measurements_alone_or_beside_runs(record: dict[str, Any], tmp_path: Path) -> None:
+def test_the_page_has_measurements_with_or_without_runs(record: dict[str, Any], tmp_path: Path) -> None:
     kept = tmp_path / "cost.json"
     kept.write_text(json.dumps(record), encoding="utf-8")
     done = CliRunner().invoke(report_command, ["--bench", str(kept), "-o", str(tmp_path / "page.html")])
     assert done.exit_code == 0, done.output
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert '<section id="bench">' in page
-    assert "64 tokens a text" in page
+    assert "64 tokens per text" in page
     assert "emo@online" in page
     assert "var(--mark-2)" in page[page.index('id="bench"') :]  # its colors are the page's, light or dark
     assert json.loads((tmp_path / "page.json").read_text(encoding="utf-8"))["bench"] == record
     assert (tmp_path / "page_files" / "page-bench-0.png").is_file()
 
 
-def test_another_file_is_no_measurement(tmp_path: Path) -> None:
+def test_a_file_without_measurements_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "scores.json").write_text('{"tasks": {}}', encoding="utf-8")
     with pytest.raises(RunFolderError, match=r"scores\.json holds no measurements"):
         read_bench(tmp_path / "scores.json")

@@ -1,4 +1,4 @@
-"""Runs side by side: what is read from their folders, how seeds share a line, what is warned of."""
+"""Comparison of runs: their records, groups of seeds, and warnings."""
 
 import io
 import json
@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from cli.distill import main
 from distill.errors import ConfigError, RunFolderError
 from distill.report.columns import comparison_columns, console_tables, markdown, notes
-from distill.report.comparison import Comparison, compare_runs, model_size
+from distill.report.comparison import Comparison, compare_runs
+from distill.report.references import model_size
 from distill.runs.run import run
 from tests.distill.tiny_runs import tiny_config
 from tests.distill.tiny_tasks import TASKS, write_tasks
@@ -76,7 +77,7 @@ def cells(comparison: Comparison) -> dict[str, list[str]]:
     return {column.header: list(column.cells) for column in comparison_columns(comparison)}
 
 
-def test_seeds_share_a_line_with_mean_and_sample_deviation(trained: Path, tmp_path: Path) -> None:
+def test_seeds_share_a_row_with_mean_and_sample_deviation(trained: Path, tmp_path: Path) -> None:
     folders = seeds(trained, tmp_path, "talas", [0.2, 0.4, 0.9], [10, 20, 30])
     folders += seeds(trained, tmp_path, "simcse", [0.5], [70])
     table = cells(compare_runs(folders))
@@ -93,7 +94,7 @@ def test_seeds_share_a_line_with_mean_and_sample_deviation(trained: Path, tmp_pa
     assert "average out-of-domain" not in table
 
 
-def test_a_folder_of_runs_stands_for_them_and_a_file_gets_the_whole_table(trained: Path, tmp_path: Path) -> None:
+def test_a_folder_of_runs_is_compared_and_the_table_written(trained: Path, tmp_path: Path) -> None:
     seeds(trained, tmp_path / "sweep", "talas", [0.2, 0.4], [10, 20])
     seeds(trained, tmp_path / "sweep", "simcse", [0.5, 0.5], [70, 80])
     (tmp_path / "sweep" / "talas-seed=1.log").write_text("x")
@@ -137,7 +138,7 @@ def test_only_settings_that_differ_have_a_column(trained: Path, tmp_path: Path) 
         ({}, {"files": {"a": "2"}}, "scored on different files: one; two"),
     ],
 )
-def test_what_makes_figures_incomparable_is_warned_of_and_keeps_seeds_apart(
+def test_different_sources_are_a_warning_and_separate_seeds(
     trained: Path, tmp_path: Path, record: dict[str, Any], scores: dict[str, Any] | None, expected: str
 ) -> None:
     cost = {"cost": {"device": "cpu"}}
@@ -154,7 +155,7 @@ def test_what_makes_figures_incomparable_is_warned_of_and_keeps_seeds_apart(
     assert len(comparison.groups) == (2 if record and "cost" not in record else 1)
 
 
-def test_an_unfinished_run_is_a_line_without_figures(trained: Path, tmp_path: Path) -> None:
+def test_an_unfinished_run_has_no_figures(trained: Path, tmp_path: Path) -> None:
     done = copied(trained, tmp_path / "a-seed=1", None, None, {"stsb": 1.0})
     begun = copied(trained, tmp_path / "a-seed=2", {"training": {"seed": 2}}, {"status": "running"}, {"stsb": 9.0})
     comparison = compare_runs([done, begun])
@@ -165,16 +166,16 @@ def test_an_unfinished_run_is_a_line_without_figures(trained: Path, tmp_path: Pa
     assert [row["status"] for row in comparison.to_json()["runs"]] == ["finished", "unfinished"]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(trained: Path, tmp_path: Path) -> None:
+def test_runs_with_equal_names_are_named_by_path(trained: Path, tmp_path: Path) -> None:
     one = copied(trained, tmp_path / "a" / "run")
     two = copied(trained, tmp_path / "b" / "run", {"objective": {"name": "simcse"}})
     assert [row.name for row in compare_runs([one, two]).rows] == [str(one), str(two)]
 
 
-def test_what_is_no_run_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_an_error(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="holds none"):
         compare_runs([tmp_path])
-    with pytest.raises(ConfigError, match="say with --data"):
+    with pytest.raises(ConfigError, match="name the folder of the tasks"):
         compare_runs([trained], baseline="x")
     (copied(trained, tmp_path / "run") / "run.json").write_text("{")
     with pytest.raises(RunFolderError, match=r"run\.json is not JSON"):
@@ -184,7 +185,7 @@ def test_what_is_no_run_is_refused(trained: Path, tmp_path: Path) -> None:
     assert result.stderr.startswith("error: ")
 
 
-def test_the_student_s_size_is_that_of_its_weights(trained: Path) -> None:
+def test_model_size_is_that_of_the_weights(trained: Path) -> None:
     tensors = load_file(trained / "final" / "model.safetensors")
     assert model_size(trained / "final") == {
         "bytes": (trained / "final" / "model.safetensors").stat().st_size,
@@ -192,9 +193,7 @@ def test_the_student_s_size_is_that_of_its_weights(trained: Path) -> None:
     }
 
 
-def test_runs_are_scored_where_data_are_given_once_beside_student_and_teacher(
-    trained: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_runs_are_scored_once_with_baseline_and_teacher(trained: Path, tiny_student: Path, tmp_path: Path) -> None:
     from tests.teacher_cache.tiny_teachers import write_sentence_transformer
 
     folder = copied(trained, tmp_path / "run")
@@ -220,8 +219,8 @@ def test_runs_are_scored_where_data_are_given_once_beside_student_and_teacher(
     assert all(scores.count(its) == 1 for its in scores)
     assert baseline.figures["student.bytes"] == (tiny_student / "model.safetensors").stat().st_size
     assert baseline.sources["dtype"] == student.sources["dtype"] == "float32"
-    # The toy teacher made these vectors, not this one.
-    assert first.warnings == (f"no run was trained on what {teacher} said; it is not their teacher",)
+    # The vectors are of the toy teacher.
+    assert first.warnings == (f"no run was trained on vectors of {teacher}; it is not their teacher",)
     kept = json.loads((folder / "eval.json").read_text())
     assert kept["tasks"]["stsb"]["score"] == student.figures["tasks.stsb"]
     assert kept["dtype"] == "float32"
@@ -233,7 +232,7 @@ def test_runs_are_scored_where_data_are_given_once_beside_student_and_teacher(
     assert table["Spearman"][:2] == ["-", "-"]
 
 
-def test_a_student_that_changed_is_scored_anew(trained: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_a_changed_student_is_scored_again(trained: Path, tiny_student: Path, tmp_path: Path) -> None:
     folder = copied(trained, tmp_path / "run")
     data = write_tasks(tmp_path / "data")
     first = compare_runs([folder], data=data, tasks=TASKS, dtype="fp32").rows[0]
@@ -242,7 +241,7 @@ def test_a_student_that_changed_is_scored_anew(trained: Path, tiny_student: Path
     assert first.figures["tasks.stsb"] != second.figures["tasks.stsb"]
 
 
-def test_a_table_wider_than_the_terminal_goes_on_below_with_the_names_again(trained: Path, tmp_path: Path) -> None:
+def test_a_table_wider_than_the_terminal_is_split_into_several_with_names(trained: Path, tmp_path: Path) -> None:
     folders = seeds(trained, tmp_path, "talas", [0.2, 0.4], [10, 20]) + seeds(trained, tmp_path, "simcse", [0.5], [70])
     columns = comparison_columns(compare_runs(folders))
     for width in (50, 80, 300):
@@ -258,12 +257,12 @@ def test_a_table_wider_than_the_terminal_goes_on_below_with_the_names_again(trai
     assert len(tables) == 1
 
 
-def test_bars_in_a_name_do_not_break_the_markdown(trained: Path, tmp_path: Path) -> None:
+def test_pipes_are_escaped_in_markdown(trained: Path, tmp_path: Path) -> None:
     comparison = compare_runs([copied(trained, tmp_path / "a|b")])
     assert r"| a\|b |" in markdown(comparison_columns(comparison))
 
 
-def test_one_seed_twice_says_nothing_of_the_spread(trained: Path, tmp_path: Path) -> None:
+def test_equal_seeds_are_not_grouped(trained: Path, tmp_path: Path) -> None:
     paths = [
         copied(trained, tmp_path / name / "talas-seed=1", record={"agreement": {"after": {"spearman": value}}})
         for name, value in (("a", 0.4), ("b", 0.6))

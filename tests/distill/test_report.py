@@ -1,4 +1,4 @@
-"""The report: what it says is what the records say, in one file that needs nothing else."""
+"""The report: its data equal the records, in one self-contained file."""
 
 import html
 import json
@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from cli.analyses import report as report_command
 from distill.errors import ConfigError, RunFolderError
 from distill.report.data import ReportData, report_data
-from distill.report.drawing import COLORS, INK, needs_log_scale, number
+from distill.report.drawing import COLORS, INK, needs_log_scale
+from distill.report.formats import number
 from distill.report.html import html as report_page
 from distill.report.html import write_report
 from distill.report.plots import plots
@@ -129,7 +130,7 @@ def page(data: ReportData) -> str:
 
 
 class Reported(NamedTuple):
-    """A run that every analysis was asked of, and the files of its report."""
+    """A run with results of every analysis, and the files of its report."""
 
     folder: Path
     out: Path
@@ -141,7 +142,7 @@ class Reported(NamedTuple):
 
 @pytest.fixture(scope="module")
 def reported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Reported:
-    """Read-only: drawing some twenty plots takes seconds."""
+    """Read-only: drawing about twenty plots takes seconds."""
     root = tmp_path_factory.mktemp("reported")
     folder = copied(trained, root / "talas", answers=True)
     write_report(report_data([folder]), root / "report.html")
@@ -149,7 +150,7 @@ def reported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Reporte
 
 
 class Words(HTMLParser):
-    """The words of a page that a person sees, tables as lists of rows."""
+    """The visible words of a page, and its tables as lists of rows."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class Words(HTMLParser):
         return " ".join(self.words)
 
 
-def test_its_data_are_those_of_the_records(reported: Reported) -> None:
+def test_its_data_equal_the_records(reported: Reported) -> None:
     folder = reported.folder
     said = json.loads((reported.out / "report.json").read_text(encoding="utf-8"))
     (one,) = said["runs"]
@@ -196,17 +197,17 @@ def test_its_data_are_those_of_the_records(reported: Reported) -> None:
     assert set(said["units"]) >= {"tasks.", "cost.step_seconds", "student.bytes"}
 
 
-def test_the_command_writes_the_page_and_the_data_beside_it(trained: Path, tmp_path: Path) -> None:
+def test_the_command_writes_the_page_and_its_data(trained: Path, tmp_path: Path) -> None:
     folder, out = copied(trained, tmp_path / "talas"), tmp_path / "page.html"
     result = CliRunner().invoke(report_command, [str(folder), "-o", str(out), "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == json.loads((tmp_path / "page.json").read_text(encoding="utf-8"))
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
     names = {path.name for path in (tmp_path / "page_files").iterdir()}
-    assert names == {"page-scores.png", "page-losses.png", "page-optimisation.png"}
+    assert names == {"page-scores.png", "page-losses.png", "page-optimization.png"}
 
 
-def test_the_page_shows_the_figures_with_their_units(reported: Reported) -> None:
+def test_the_page_has_the_figures_with_their_units(reported: Reported) -> None:
     record = json.loads((reported.folder / "run.json").read_text())
     words = Words(reported.text)
     rows = {row[0]: row[1:] for row in words.rows if row}
@@ -218,12 +219,12 @@ def test_the_page_shows_the_figures_with_their_units(reported: Reported) -> None
     assert f"{record['agreement']['after']['spearman']:.3f}" in words.text
     assert record["space"]["description"] in words.text
     assert f"torch {record['versions']['torch']}" in words.text
-    assert "optimiser steps 3" in words.text
+    assert "optimizer steps 3" in words.text
     for name in ANSWERS:
         assert f"What {name} says, 12.5." in words.text
 
 
-def test_every_term_has_a_panel_with_its_figures_in_words(reported: Reported) -> None:
+def test_every_term_has_a_panel_with_a_description(reported: Reported) -> None:
     lines = [json.loads(line) for line in (reported.folder / "metrics.jsonl").read_text().splitlines()]
     text = reported.text
     captions = re.findall(r"<figcaption>([^<]*)</figcaption>", text)
@@ -241,18 +242,18 @@ def test_every_term_has_a_panel_with_its_figures_in_words(reported: Reported) ->
     assert set(re.findall(r'href="#([^"]*)"', text)) | set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
 
 
-def test_plots_take_the_page_s_colours_and_keep_their_text(reported: Reported) -> None:
+def test_plots_use_the_colors_of_the_page_and_text_elements(reported: Reported) -> None:
     body = reported.text[reported.text.index("<body>") :]
     assert not [color for color in (*COLORS, INK) if color in body]
     assert "var(--mark-0)" in body
-    assert ">optimiser step</text>" in body
+    assert ">optimizer step</text>" in body
     assert "prefers-color-scheme: dark" in reported.text
     pngs = {path.name: path.read_bytes() for path in (reported.out / "report_files").iterdir()}
     assert {"report-losses.png", "report-layers.png", "report-margin.png"} <= set(pngs)
     assert all(png.startswith(b"\x89PNG") for png in pngs.values())
 
 
-def test_the_file_asks_for_nothing_else(reported: Reported) -> None:
+def test_the_page_loads_nothing_else(reported: Reported) -> None:
     text = reported.text
     named = re.findall(r"""(?:src|href|srcset|data)\s*=\s*["']([^"']*)""", text) + re.findall(r"url\(([^)]*)", text)
     assert [target for target in named if not target.startswith("#")] == ["data:,"]
@@ -276,7 +277,7 @@ def test_the_same_records_give_the_same_bytes(reported: Reported, tmp_path: Path
     assert {path.name: path.read_bytes() for path in first} == {path.name: path.read_bytes() for path in again}
 
 
-def test_seeds_share_a_column_and_a_colour_and_are_named(trained: Path, tmp_path: Path) -> None:
+def test_seeds_share_a_column_and_a_color(trained: Path, tmp_path: Path) -> None:
     for seed, more in ((1, 0.0), (2, 2.0), (3, 4.0)):
         copied(trained, tmp_path / "runs" / f"talas-seed={seed}", seed=seed, scores=more)
     data = report_data([tmp_path / "runs"])
@@ -292,7 +293,7 @@ def test_seeds_share_a_column_and_a_colour_and_are_named(trained: Path, tmp_path
     assert losses[: losses.index("</ul>")].count("<li>") == 1
 
 
-def test_many_models_stand_below_each_other(trained: Path, tmp_path: Path) -> None:
+def test_the_score_table_of_many_models_has_a_row_per_model(trained: Path, tmp_path: Path) -> None:
     runs: list[str | Path] = [
         copied(trained, tmp_path / "run"),
         *(kept(tmp_path / f"{n}.json", float(n), f"m{n}") for n in range(1, 7)),
@@ -302,7 +303,7 @@ def test_many_models_stand_below_each_other(trained: Path, tmp_path: Path) -> No
     assert rows["model: m3"][:2] == ["63.00", "83.00"]
 
 
-def test_scores_stand_beside_the_starting_student_and_the_teacher(trained: Path, tmp_path: Path) -> None:
+def test_scores_of_references_are_in_the_table(trained: Path, tmp_path: Path) -> None:
     data = report_data(
         [copied(trained, tmp_path / "talas"), kept(tmp_path / "other.json", 1.0, "models/other")],
         baseline=kept(tmp_path / "start.json", -20.0, "models/start"),
@@ -322,7 +323,7 @@ def test_scores_stand_beside_the_starting_student_and_the_teacher(trained: Path,
     }
 
 
-def test_a_model_that_is_no_run_is_scored_and_named(trained: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_not_a_run_is_scored(trained: Path, tiny_student: Path, tmp_path: Path) -> None:
     folder = copied(trained, tmp_path / "run", scores=None)
     data = report_data(
         [folder, tiny_student],
@@ -338,7 +339,7 @@ def test_a_model_that_is_no_run_is_scored_and_named(trained: Path, tiny_student:
     assert student.figures["tasks.stsb"] == json.loads((folder / "eval.json").read_text())["tasks"]["stsb"]["score"]
 
 
-def test_runs_that_did_not_end_are_there_and_say_so(trained: Path, tmp_path: Path) -> None:
+def test_unfinished_runs_are_marked(trained: Path, tmp_path: Path) -> None:
     done = copied(trained, tmp_path / "done", scores=None)
     begun = copied(trained, tmp_path / "begun", seed=2)
     edit(begun / "run.json", {"status": "running"})
@@ -381,7 +382,7 @@ def test_further_scores_of_a_run_have_a_table(trained: Path, tmp_path: Path) -> 
     assert rows["cran (asymmetric) leaf"] == ["35", "70.5", "50.25", "225"]
 
 
-def test_averages_are_shares_only_over_the_teacher_s_tasks(trained: Path, tmp_path: Path) -> None:
+def test_averages_have_a_share_only_over_the_teachers_tasks(trained: Path, tmp_path: Path) -> None:
     wide = scored(20.0, "models/big")
     wide["tasks"] |= {
         "sick": {"metric": "spearman", "score": 90.0, "domain": "out"},
@@ -401,23 +402,23 @@ def test_averages_are_shares_only_over_the_teacher_s_tasks(trained: Path, tmp_pa
     assert student.startswith("70.00 2 tasks ")
 
 
-def test_a_reference_scored_otherwise_than_the_runs_is_told(trained: Path, tmp_path: Path) -> None:
+def test_a_reference_scored_in_another_way_than_the_runs_is_a_warning(trained: Path, tmp_path: Path) -> None:
     folder = copied(trained, tmp_path / "talas")
     edit(folder / "eval.json", {"dtype": "bfloat16", "files": {"stsb_test.csv": "aa"}})
     teacher = kept(tmp_path / "teacher.json", 20.0, "models/big")
     assert report_data([folder], teacher=teacher).comparison.warnings == (
-        "teacher: big does not say in which precision it was scored; score it again with `distill eval -o`",
+        "the scores of teacher: big have no precision; score it again with `distill eval -o`",
     )
     edit(Path(teacher), {"dtype": "float32", "files": {"stsb_test.csv": "bb", "sick_test.csv": "cc"}})
     precision, files = report_data([folder], teacher=teacher).comparison.warnings
     assert precision == "the runs were scored in different precisions: float32: teacher: big; bfloat16: talas"
     assert files == "the runs were scored on different files: teacher: big; talas"
-    # Files of tasks that the teacher alone has make nothing incomparable.
+    # Files of tasks that only the teacher has do not matter.
     edit(Path(teacher), {"dtype": "bfloat16", "files": {"stsb_test.csv": "aa", "sick_test.csv": "cc"}})
     assert report_data([folder], teacher=teacher).comparison.warnings == ()
 
 
-def test_references_of_one_name_are_told_apart(trained: Path, tmp_path: Path) -> None:
+def test_references_with_equal_names_have_longer_ones(trained: Path, tmp_path: Path) -> None:
     folder = copied(trained, tmp_path / "talas")
     models = [kept(tmp_path / f"{n}.json", float(n), f"{n}/final") for n in (1, 2)]
     models += [kept(tmp_path / f"{n}.json", float(n), "models/same") for n in (3, 4)]
@@ -427,7 +428,7 @@ def test_references_of_one_name_are_told_apart(trained: Path, tmp_path: Path) ->
     assert set(data.references.values()) == {"model"}
 
 
-def test_answers_and_scores_of_another_student_are_told(trained: Path, tmp_path: Path) -> None:
+def test_analyses_and_scores_of_another_student_are_a_warning(trained: Path, tmp_path: Path) -> None:
     folder = copied(trained, tmp_path / "talas", answers=True)
     weights = resolve(TeacherOptions(model=str(folder / "final"))).space.weights
     edit(folder / "analyses" / "map.json", {"step": 3})
@@ -438,18 +439,18 @@ def test_answers_and_scores_of_another_student_are_told(trained: Path, tmp_path:
     edit(folder / "eval-old.json", {"weights": "0123", "tasks": {}})
     data = report_data([folder])
     assert data.comparison.warnings == (
-        "talas: analyses/map.json is of step 2, and the student of step 3; ask again with `distill analyze`",
-        "talas: eval-old.json is of other weights than the student has; score it again with `distill eval`",
+        "talas: analyses/map.json is of step 2, but the student of step 3; run `distill analyze` again",
+        "talas: eval-old.json is of other weights than the student's; run `distill eval` again",
     )
     assert all(f"warning: {line}" in Words(page(data)).text for line in data.comparison.warnings)
 
 
-def test_a_report_replaces_no_other_record(trained: Path, tmp_path: Path) -> None:
+def test_a_report_does_not_replace_other_records(trained: Path, tmp_path: Path) -> None:
     folder = copied(trained, tmp_path / "talas", answers=True)
     before = {path: path.read_bytes() for path in folder.rglob("*.json")}
     data = report_data([folder])
     for name in ("run.html", "eval.html", "analyses/map.html", "eval-new.html"):
-        with pytest.raises(ConfigError, match=r"which is no report's: give \S+ another name"):
+        with pytest.raises(ConfigError, match=r"which is not a report's: choose another name"):
             write_report(data, folder / name)
         assert not (folder / name).exists()
     (folder / "mine.json").write_text("[1, 2")
@@ -466,11 +467,11 @@ def test_a_second_report_replaces_the_first_and_its_plots(trained: Path, tmp_pat
     (folder / "metrics.jsonl").unlink()
     again = write_report(report_data([folder]), page)
     assert again[:2] == [page, beside]
-    assert {path.name for path in first} == {"report-scores.png", "report-losses.png", "report-optimisation.png"}
+    assert {path.name for path in first} == {"report-scores.png", "report-losses.png", "report-optimization.png"}
     assert {path.name for path in other.parent.iterdir()} == {"report-scores.png", "own.png"}
 
 
-def test_what_is_no_number_is_null(trained: Path, tmp_path: Path) -> None:
+def test_nan_is_null_in_the_json(trained: Path, tmp_path: Path) -> None:
     folder = copied(trained, tmp_path / "talas")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "grad_norm": NaN, "loss": 1.0}\n')
@@ -499,9 +500,9 @@ def test_each_figure_of_sharpness_has_its_own_title(trained: Path, tmp_path: Pat
         assert [panel.title for panel in drawn.panels] == [title for name, title in titles.items() if name in known]
 
 
-def test_what_cannot_be_reported_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_reported_is_an_error(trained: Path, tmp_path: Path) -> None:
     folder = copied(trained, tmp_path / "run")
-    with pytest.raises(ConfigError, match="say with --data"):
+    with pytest.raises(ConfigError, match="name the folder of the tasks"):
         report_data([folder, tmp_path / "absent"])
     (tmp_path / "empty.json").write_text("{}")
     with pytest.raises(RunFolderError, match="holds no scores"):
@@ -512,7 +513,7 @@ def test_what_cannot_be_reported_is_refused(trained: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
-def test_a_missing_library_is_named_with_its_extra(
+def test_a_missing_library_is_an_error_with_its_extra(
     trained: Path, tmp_path: Path, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = report_data([copied(trained, tmp_path / "run")])
@@ -529,7 +530,7 @@ def test_numbers_are_short(value: float, expected: str) -> None:
     assert number(value) == expected
 
 
-def test_an_axis_is_logarithmic_where_a_small_value_would_vanish() -> None:
+def test_an_axis_is_logarithmic_if_values_differ_by_a_large_factor() -> None:
     assert needs_log_scale([1.0, 0.01])
     assert not needs_log_scale([1.0, 0.5])
     assert not needs_log_scale([1.0, 0.0])
@@ -539,9 +540,7 @@ def test_an_axis_is_logarithmic_where_a_small_value_would_vanish() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_shows_it_without_complaint_and_without_scrolling_sideways(
-    trained: Path, tmp_path: Path, width: int
-) -> None:
+def test_a_browser_shows_it_without_errors_and_horizontal_scrolling(trained: Path, tmp_path: Path, width: int) -> None:
     runs = [copied(trained, tmp_path / name, seed=seed, answers=True) for seed, name in enumerate(("talas", "a" * 80))]
     text = page(report_data(runs))
     # A headless window is never narrower than 500, a frame is.

@@ -1,0 +1,48 @@
+"""Values as short text."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+# Text for a missing value.
+NOTHING = "-"
+
+
+def optional(write: Callable[[float], str], value: float | None) -> str:
+    """`write(value)`, or a dash for None."""
+    return NOTHING if value is None else write(value)
+
+
+def number(value: float) -> str:
+    """At most four significant digits, with thousands separators."""
+    if not math.isfinite(value):
+        return NOTHING
+    if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def millions(count: float) -> str:
+    return f"{count / 1e6:.2f} M"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def task_count(count: int) -> str:
+    return f"{count} task" if count == 1 else f"{count} tasks"
+
+
+def setting(value: Any) -> str:
+    """A value of a configuration; a dash for None."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return " ".join(map(setting, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
