@@ -170,7 +170,7 @@ class Corpus:
             texts: strings, or tuples of as many strings as the first one. An iterable that starts over is read again
                 for each pass, an iterator or generator only once. Columns are called "text", or "text_1", "text_2"
                 and so on.
-            name: of the corpus.
+            name: of the corpus. In a cache it replaces an older corpus from memory with the same name.
 
         Raises:
             TypeError: `texts` is a single string, a mapping or a table, or cannot be iterated.
