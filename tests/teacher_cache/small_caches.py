@@ -50,7 +50,7 @@ def built(
     return build(corpus_of(folder, texts), teacher, path, name=name, **options)
 
 
-def said(texts: Sequence[str], teacher: TeacherOptions = TOY) -> npt.NDArray[np.float32]:
+def teacher_vectors(texts: Sequence[str], teacher: TeacherOptions = TOY) -> npt.NDArray[np.float32]:
     """Vectors of the texts, computed without a cache."""
     return load_teacher(resolve(teacher)).encode(texts)
 
@@ -58,7 +58,7 @@ def said(texts: Sequence[str], teacher: TeacherOptions = TOY) -> npt.NDArray[np.
 def unequal_rows(view: SpaceView, texts: Sequence[str], teacher: TeacherOptions = TOY) -> list[str]:
     """Texts whose stored vector differs from the teacher's by more than the precision of float16."""
     stored = view.gather(view.index.find(text_keys(texts)))
-    close = np.isclose(stored, said(texts, teacher), rtol=1e-3, atol=1e-6).all(axis=1)
+    close = np.isclose(stored, teacher_vectors(texts, teacher), rtol=1e-3, atol=1e-6).all(axis=1)
     return [text for text, same in zip(texts, close, strict=True) if not same]
 
 

@@ -30,7 +30,7 @@ from teacher_cache.table import cache as cache_module
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, resolve
-from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said, unequal_rows
+from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, teacher_vectors, unequal_rows
 
 TEXTS = numbered(20)
 QUERY = TeacherOptions(model="toy", prompt="query: ")
@@ -265,7 +265,7 @@ def test_many_shards_are_read_with_few_open(cache: TeacherCache, monkeypatch: py
 def test_what_is_read_is_closed_to_writing(cache: TeacherCache) -> None:
     view = cache.space()
     with pytest.raises(CacheError, match='open the cache with mode "a"'):
-        view.write(0, np.array([0]), said(TEXTS[:1]))
+        view.write(0, np.array([0]), teacher_vectors(TEXTS[:1]))
 
 
 def test_a_closed_writer_does_not_write_without_its_lock(tmp_path: Path, cache: TeacherCache) -> None:
@@ -273,7 +273,7 @@ def test_a_closed_writer_does_not_write_without_its_lock(tmp_path: Path, cache: 
     view = writer.space()
     writer.close()
     with pytest.raises(CacheError, match="is read-only"):
-        view.write(0, np.array([0]), said(TEXTS[:1]))
+        view.write(0, np.array([0]), teacher_vectors(TEXTS[:1]))
     assert view.present_count() == 20
 
 
@@ -282,8 +282,8 @@ def test_two_views_of_a_writer_add_to_each_others_shards(cache: TeacherCache) ->
         with writer.appending() as appender:
             rows = appender.add(numbered(10, start=20))
         first, second = writer.space(), writer.space()
-        second.write(3, rows[4:], said(numbered(6, start=24)))
-        first.write(2, rows[:4], said(numbered(4, start=20)))
+        second.write(3, rows[4:], teacher_vectors(numbered(6, start=24)))
+        first.write(2, rows[:4], teacher_vectors(numbered(4, start=20)))
         assert unequal_rows(first, numbered(30)) == []
         assert ShardedArray(first.vectors.folder).rows == 30
 
@@ -293,8 +293,8 @@ def test_costs_add_up_over_views(cache: TeacherCache) -> None:
     assert cache.space().record.tokens == words
     with TeacherCache.open(cache.path, "a") as writer:
         view = writer.space()
-        view.write(0, np.array([0]), said(TEXTS[:1]), tokens=5, seconds=1.5)
-        writer.space().write(0, np.array([0]), said(TEXTS[:1]), tokens=5, seconds=1.5)
+        view.write(0, np.array([0]), teacher_vectors(TEXTS[:1]), tokens=5, seconds=1.5)
+        writer.space().write(0, np.array([0]), teacher_vectors(TEXTS[:1]), tokens=5, seconds=1.5)
     again = cache.space().record
     assert again.tokens == words + 10
     assert again.seconds >= 3.0
@@ -317,7 +317,7 @@ def test_a_pickled_writer_comes_back_as_a_reader(cache: TeacherCache) -> None:
         copy = pickle.loads(pickle.dumps(writer))
         assert copy.rows == 20
         with pytest.raises(CacheError, match="is read-only"):
-            copy.space().write(0, np.array([0]), said(TEXTS[:1]))
+            copy.space().write(0, np.array([0]), teacher_vectors(TEXTS[:1]))
 
 
 def test_a_forked_process_reads_what_its_parent_has_open(cache: TeacherCache) -> None:

@@ -22,7 +22,7 @@ from teacher_cache.transfer import convert as conversion
 from teacher_cache.transfer.convert import convert
 from teacher_cache.transfer.exporter import export
 from teacher_cache.transfer.importer import import_vectors
-from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said
+from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, teacher_vectors
 
 TEXTS = numbered(43)
 
@@ -54,7 +54,7 @@ def test_a_conversion_asks_no_teacher_and_the_next_build_goes_on_in_its_format(p
     with TeacherCache.open(path) as cache:
         assert cache.space().record.storage == "int8"
         vectors = cache.space().gather(np.arange(50))
-        cosines = (vectors * said(numbered(50))).sum(axis=1) / np.linalg.norm(vectors, axis=1)
+        cosines = (vectors * teacher_vectors(numbered(50))).sum(axis=1) / np.linalg.norm(vectors, axis=1)
         assert (cosines > 1 - 1e-4).all()
     assert verify(path, deep=True).ok
 
@@ -66,7 +66,7 @@ def test_readers_that_are_open_keep_the_old_vectors_and_new_ones_see_the_new(pat
         view = cache.space()
         view.gather(rows[:3])
         convert(path, "int8")
-        np.testing.assert_array_equal(view.gather(rows), said(TEXTS))
+        np.testing.assert_array_equal(view.gather(rows), teacher_vectors(TEXTS))
         assert cache.space().encoding.name == "int8"
         assert verify(path, deep=True).ok
     reclaim(path)
@@ -82,7 +82,7 @@ def test_there_and_back_again_adds_the_errors_up(path: Path) -> None:
     assert all(first <= second for first, second in pairwise(errors))
     with TeacherCache.open(path) as cache:
         vectors = cache.space().gather(np.arange(43)).astype(np.float64)
-        exact = said(TEXTS).astype(np.float64)
+        exact = teacher_vectors(TEXTS).astype(np.float64)
         cosines = (vectors * exact).sum(axis=1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(exact, axis=1)
         assert 1 - cosines.min() <= errors[-1] + 1e-12
         assert not (cache.path / cache.space().array_name).is_symlink()
@@ -110,7 +110,7 @@ def test_an_interrupted_conversion_changes_nothing_and_can_be_begun_again(
         convert(path, "float16-raw")
     with TeacherCache.open(path) as cache:
         assert cache.space().record.storage == "float32"
-        np.testing.assert_array_equal(cache.space().gather(np.arange(43)), said(TEXTS))
+        np.testing.assert_array_equal(cache.space().gather(np.arange(43)), teacher_vectors(TEXTS))
     assert verify(path, deep=True).ok
     assert convert(path, "float16-raw").rows == 43
 
@@ -128,7 +128,7 @@ def test_damage_is_not_converted(path: Path) -> None:
 def test_a_vector_that_the_format_cannot_hold_stops_it(tmp_path: Path) -> None:
     built(tmp_path, TEXTS, teacher=TeacherOptions(model="toy", normalize=False), storage="float32")
     with TeacherCache.open(tmp_path / "cache", "a") as cache:
-        vectors = said(TEXTS[3:4]) * 1e6
+        vectors = teacher_vectors(TEXTS[3:4]) * 1e6
         cache.space().write(0, np.array([3]), vectors.astype(np.float32))
     with pytest.raises(CacheError, match=r"row 3 of space .* cannot be stored as float16: overflows.*remains float32"):
         convert(tmp_path / "cache", "float16")

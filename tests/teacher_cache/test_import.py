@@ -45,7 +45,15 @@ from tests.teacher_cache.copies import (
     npy,
     same_vectors,
 )
-from tests.teacher_cache.small_caches import SHARD_ROWS, TOY, built, corpus_of, numbered, passing_folder, said
+from tests.teacher_cache.small_caches import (
+    SHARD_ROWS,
+    TOY,
+    built,
+    corpus_of,
+    numbered,
+    passing_folder,
+    teacher_vectors,
+)
 
 # What a cache exported
 
@@ -119,7 +127,7 @@ def test_rows_in_any_order_are_written_one_shard_at_a_time(tmp_path: Path, monke
     import_vectors(tmp_path / "out", tmp_path / "b/cache")
     assert written == [0, 1, 2]
     held = all_vectors(tmp_path / "b/cache", resolve(TOY).space.slug)
-    assert np.array_equal(np.stack([held[text] for text in TEXTS]), said(TEXTS).astype(np.float16))
+    assert np.array_equal(np.stack([held[text] for text in TEXTS]), teacher_vectors(TEXTS).astype(np.float16))
 
 
 def test_a_corpus_of_the_same_texts_stays_as_it_is(tmp_path: Path) -> None:
@@ -283,7 +291,7 @@ def test_another_vector_for_a_known_text_is_refused_and_changes_nothing(tmp_path
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", ">f4"])
 def test_vectors_beside_a_corpus_become_a_space_of_their_own(tmp_path: Path, dtype: str) -> None:
-    vectors = said(RECORDS)
+    vectors = teacher_vectors(RECORDS)
     report = import_vectors(
         npy(tmp_path, np.asfortranarray(vectors.astype(dtype))),
         tmp_path / "cache",
@@ -319,7 +327,11 @@ def test_an_imported_space_is_never_one_that_a_build_fills(tmp_path: Path) -> No
     foreign = foreign_space("toy", stated, dims=space.dims, unit_length=space.normalize)
     assert set(space.difference(foreign)) == {"backend", "weights"}
     import_vectors(
-        npy(tmp_path, said(TEXTS)), tmp_path / "cache", corpus=corpus_of(tmp_path, TEXTS), teacher="toy", fields=stated
+        npy(tmp_path, teacher_vectors(TEXTS)),
+        tmp_path / "cache",
+        corpus=corpus_of(tmp_path, TEXTS),
+        teacher="toy",
+        fields=stated,
     )
     assert built(tmp_path, TEXTS).encoded == 20
 
@@ -350,7 +362,7 @@ def test_a_field_that_cannot_be_is_refused(fields: dict[str, Any], message: str)
 
 
 def test_lengths_are_kept_and_seen(tmp_path: Path) -> None:
-    vectors = said(TEXTS) * np.linspace(0.5, 40, 20)[:, None]
+    vectors = teacher_vectors(TEXTS) * np.linspace(0.5, 40, 20)[:, None]
     source, corpus = npy(tmp_path, vectors), corpus_of(tmp_path, TEXTS)
     with pytest.raises(CorpusError, match="normalize=true: the vectors do not all have unit length"):
         import_vectors(source, tmp_path / "cache", corpus=corpus, teacher="a", fields={"normalize": True})
@@ -365,22 +377,25 @@ def test_lengths_are_kept_and_seen(tmp_path: Path) -> None:
 def test_vectors_of_pairs_come_one_text_after_the_other(tmp_path: Path) -> None:
     pairs = [("a", "b"), ("c", "a")]
     import_vectors(
-        npy(tmp_path, said(["a", "b", "c", "a"])), tmp_path / "cache", corpus=corpus_of(tmp_path, pairs), teacher="t"
+        npy(tmp_path, teacher_vectors(["a", "b", "c", "a"])),
+        tmp_path / "cache",
+        corpus=corpus_of(tmp_path, pairs),
+        teacher="t",
     )
     with TeacherCache.open(tmp_path / "cache") as cache:
         rows = cache.corpus().rows
         assert rows.tolist() == [[0, 1], [2, 0]]
-        assert np.array_equal(cache.space().gather(rows[:, 1]), said(["b", "a"]).astype(np.float16))
+        assert np.array_equal(cache.space().gather(rows[:, 1]), teacher_vectors(["b", "a"]).astype(np.float16))
 
 
 def test_a_source_that_cannot_be_an_import_is_refused_with_what_it_should_be(tmp_path: Path) -> None:
-    vectors = npy(tmp_path, said(TEXTS))
+    vectors = npy(tmp_path, teacher_vectors(TEXTS))
     with pytest.raises(CorpusError, match="has only vectors: name the files of their texts with `corpus`"):
         import_vectors(vectors, tmp_path / "cache", teacher="a")
     with pytest.raises(CorpusError, match="does not name the model of its vectors: name it with `teacher`"):
         import_vectors(vectors, tmp_path / "cache", corpus=corpus_of(tmp_path, TEXTS))
-    (tmp_path / "vectors.pkl").write_bytes(pickle.dumps(said(TEXTS)))
-    np.savez(tmp_path / "vectors.npz", said(TEXTS))
+    (tmp_path / "vectors.pkl").write_bytes(pickle.dumps(teacher_vectors(TEXTS)))
+    np.savez(tmp_path / "vectors.npz", teacher_vectors(TEXTS))
     (tmp_path / "not.npy").write_bytes((tmp_path / "vectors.npz").read_bytes())
     for name in ("vectors.pkl", "vectors.npz"):
         with pytest.raises(CorpusError, match=r"numpy\.save writes one"):
@@ -401,11 +416,13 @@ def test_records_that_a_corpus_skips_are_named_when_the_counts_differ(tmp_path: 
     path = tmp_path / "texts.txt"
     path.write_text("one\n\ntwo\n")
     with pytest.raises(CorpusError, match=r"3 vectors for 2 texts \(1 more records were skipped as empty\)"):
-        import_vectors(npy(tmp_path, said(["a", "b", "c"])), tmp_path / "c", corpus=Corpus.open(path), teacher="a")
+        import_vectors(
+            npy(tmp_path, teacher_vectors(["a", "b", "c"])), tmp_path / "c", corpus=Corpus.open(path), teacher="a"
+        )
 
 
 def test_two_records_of_one_text_may_differ_by_rounding_alone(tmp_path: Path) -> None:
-    vectors = said(RECORDS)
+    vectors = teacher_vectors(RECORDS)
     noise = np.random.default_rng(0).normal(size=vectors.shape) * 2.0**-9 / np.sqrt(32)
     close = npy(tmp_path, vectors + noise, "close.npy")
     first = import_vectors(close, tmp_path / "cache", corpus=corpus_of(tmp_path, RECORDS), teacher="a", name="c")
@@ -424,7 +441,7 @@ def test_two_records_of_one_text_may_differ_by_rounding_alone(tmp_path: Path) ->
 
 
 def test_a_vector_that_the_format_cannot_hold_is_quarantined_and_lifted_by_a_sound_one(tmp_path: Path) -> None:
-    vectors = said(TEXTS) * 3
+    vectors = teacher_vectors(TEXTS) * 3
     vectors[4] = 1e6
     vectors[5] = 0
     corpus = corpus_of(tmp_path, TEXTS)
@@ -456,7 +473,9 @@ def test_any_parquet_file_or_dataset_of_texts_and_vectors_is_taken(tmp_path: Pat
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.table({"id": list(range(22)), "body": RECORDS, "embedding": arrow_lists(kind, said(RECORDS))})
+    table = pyarrow.table(
+        {"id": list(range(22)), "body": RECORDS, "embedding": arrow_lists(kind, teacher_vectors(RECORDS))}
+    )
     pyarrow.parquet.write_table(table, tmp_path / "theirs.parquet", row_group_size=7)
     dataset = datasets.Dataset(table).select(range(21, 6, -1))
     dataset.save_to_disk(str(tmp_path / "theirs"))
@@ -465,7 +484,7 @@ def test_any_parquet_file_or_dataset_of_texts_and_vectors_is_taken(tmp_path: Pat
         import_vectors(tmp_path / name, tmp_path / f"cache-{name}", **options)  # type: ignore[arg-type]
         held = all_vectors(tmp_path / f"cache-{name}")
         assert len(held) == count
-        assert all(np.array_equal(held[text], said([text])[0].astype(np.float16)) for text in held)
+        assert all(np.array_equal(held[text], teacher_vectors([text])[0].astype(np.float16)) for text in held)
     for name in ("theirs.parquet", "theirs"):
         with pytest.raises(CorpusError, match=r"no column 'label', found .*embedding.*`vector_key`"):
             import_vectors(tmp_path / name, tmp_path / "c", text_key="body", teacher="t")

@@ -28,7 +28,7 @@ from teacher_cache.transfer.exporter import export
 from teacher_cache.transfer.importer import import_vectors
 from teacher_cache.transfer.merge import MergeReport, merge
 from tests.teacher_cache.copies import all_vectors, files, killed_until_done, npy, same_vectors, worst_error
-from tests.teacher_cache.small_caches import TOY, corpus_of, numbered, passing_folder, said
+from tests.teacher_cache.small_caches import TOY, corpus_of, numbered, passing_folder, teacher_vectors
 from tests.teacher_cache.toy_variants import BadVectors
 
 TEXTS = numbered(30)
@@ -80,7 +80,7 @@ def test_disjoint_caches_become_one_that_a_build_finds_complete(tmp_path: Path) 
     assert (again.cached, again.encoded) == (30, 0)
     with TeacherCache.open(tmp_path / "c") as cache:
         assert cache.shard_rows == 8  # a new cache takes the first source's
-        assert np.array_equal(cache.space().gather(cache.lookup(TEXTS)), said(TEXTS).astype(np.float16))
+        assert np.array_equal(cache.space().gather(cache.lookup(TEXTS)), teacher_vectors(TEXTS).astype(np.float16))
 
 
 def test_caches_that_share_texts_are_joined_by_text_whatever_their_rows_are(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_merge_holds_what_a_build_of_everything_would(
 
 @pytest.mark.parametrize("storage", ENCODINGS)
 def test_a_copy_admits_the_error_of_its_original(tmp_path: Path, storage: str) -> None:
-    source = foreign(tmp_path / "a", TEXTS, said(TEXTS), storage=storage)
+    source = foreign(tmp_path / "a", TEXTS, teacher_vectors(TEXTS), storage=storage)
     merge([source], tmp_path / "c")
     export(source, tmp_path / "out", "npy")
     import_vectors(tmp_path / "out", tmp_path / "d")
@@ -135,9 +135,9 @@ def test_a_copy_admits_the_error_of_its_original(tmp_path: Path, storage: str) -
 
 @pytest.mark.parametrize("storage", ENCODINGS)
 def test_values_of_one_number_format_stay_bit_for_bit(tmp_path: Path, storage: str) -> None:
-    vectors = said(TEXTS) * np.linspace(0.1, 30, 30, dtype=np.float32)[:, None]
+    vectors = teacher_vectors(TEXTS) * np.linspace(0.1, 30, 30, dtype=np.float32)[:, None]
     source = foreign(tmp_path / "a", TEXTS, vectors, storage=storage)
-    target = foreign(tmp_path / "c", ["own"], 2 * said(["own"]), storage=storage)
+    target = foreign(tmp_path / "c", ["own"], 2 * teacher_vectors(["own"]), storage=storage)
     merge([source], target)
     ours, theirs = all_vectors(target), all_vectors(source)
     assert all(np.array_equal(ours[text], theirs[text]) for text in TEXTS)
@@ -158,10 +158,10 @@ def test_the_number_format_of_the_target_stays(tmp_path: Path) -> None:
 
 
 def test_what_the_targets_format_cannot_hold_is_quarantined(tmp_path: Path) -> None:
-    vectors = 2 * said(TEXTS)
+    vectors = 2 * teacher_vectors(TEXTS)
     vectors[7] = 1e6
     source = foreign(tmp_path / "a", TEXTS, vectors, storage="float32")
-    target = foreign(tmp_path / "c", ["own"], 2 * said(["own"]))
+    target = foreign(tmp_path / "c", ["own"], 2 * teacher_vectors(["own"]))
     report = merge([source], target)
     assert (report.vectors, report.quarantined) == (29, 1)
     with TeacherCache.open(target) as cache:
@@ -194,7 +194,7 @@ def test_pairs_stay_pairs(tmp_path: Path) -> None:
 
 
 def test_rounding_is_no_contradiction_and_the_targets_vector_stays(tmp_path: Path) -> None:
-    vectors = said(TEXTS)
+    vectors = teacher_vectors(TEXTS)
     noise = np.random.default_rng(0).normal(size=vectors.shape).astype(np.float32) * 2.0**-9 / np.sqrt(32)
     target = foreign(tmp_path / "c", TEXTS[:20], vectors[:20])
     source = foreign(tmp_path / "a", TEXTS, vectors + noise)
@@ -210,7 +210,7 @@ def test_rounding_is_no_contradiction_and_the_targets_vector_stays(tmp_path: Pat
 def contradiction(folder: Path, kind: str) -> tuple[list[Path], type[Exception], str]:
     """A target `c`, sources that contradict it or each other, and what is said of it."""
     cache_of(folder / "c", TEXTS[:20], name="first")
-    vectors = said(TEXTS)
+    vectors = teacher_vectors(TEXTS)
     if kind == "vectors":
         foreign(folder / "c", TEXTS[:20], vectors[:20])
         other = foreign(folder / "a", TEXTS[15:], np.roll(vectors[15:], 1, axis=0))
@@ -298,8 +298,8 @@ def test_a_space_of_refusals_alone_comes_along(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["refused", "sound"])
 def test_a_vector_counts_for_more_than_a_refusal(tmp_path: Path, first: str) -> None:
-    sound = foreign(tmp_path / "sound", TEXTS, 2 * said(TEXTS))
-    vectors = 2 * said(TEXTS)
+    sound = foreign(tmp_path / "sound", TEXTS, 2 * teacher_vectors(TEXTS))
+    vectors = 2 * teacher_vectors(TEXTS)
     vectors[3] = 0
     refused = foreign(tmp_path / "refused", TEXTS, vectors)
     sources = [refused, sound] if first == "refused" else [sound, refused]

@@ -16,7 +16,7 @@ import teacher_cache
 from teacher_cache import TeacherCache, VectorDataset, load_teacher
 from teacher_cache.errors import CacheError, MissingRows
 from teacher_cache.teachers import TeacherOptions, resolve
-from tests.teacher_cache.small_caches import TOY, built, numbered, said
+from tests.teacher_cache.small_caches import TOY, built, numbered, teacher_vectors
 from tests.teacher_cache.toy_variants import BadVectors
 
 TEXTS = numbered(20)
@@ -94,7 +94,7 @@ def test_look_up_takes_a_sequence_of_strings(path: Path, texts: Any) -> None:
 def test_a_text_gives_a_vector_and_a_list_of_texts_a_matrix(path: Path) -> None:
     with TeacherCache.open(path) as cache:
         space = cache.space()
-        wanted = said(TEXTS[:2])
+        wanted = teacher_vectors(TEXTS[:2])
         np.testing.assert_allclose(space[TEXTS[0]], wanted[0], rtol=1e-3, atol=1e-6)
         np.testing.assert_allclose(space[TEXTS[:2]], wanted, rtol=1e-3, atol=1e-6)
         assert space[[]].shape == (0, 32)
@@ -192,7 +192,7 @@ def test_a_dataset_gives_texts_and_vectors(path: Path) -> None:
     assert len(dataset) == 20
     text, vector = dataset[-1]
     assert text == TEXTS[-1]
-    np.testing.assert_allclose(vector, said([text])[0], rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(vector, teacher_vectors([text])[0], rtol=1e-3, atol=1e-6)
     with pytest.raises(IndexError, match="has 20 records, found record 20"):
         dataset[20]
     assert VectorDataset(path, dtype=torch.bfloat16)[0][1].dtype == torch.bfloat16
@@ -205,7 +205,7 @@ def test_a_dataset_is_loaded_by_worker_processes(path: Path, workers: int) -> No
     loader = DataLoader(dataset, batch_size=8, shuffle=True, num_workers=workers)
     found = {text: vector for texts, vectors in loader for text, vector in zip(texts, vectors, strict=True)}
     assert sorted(found) == sorted(TEXTS)
-    np.testing.assert_allclose(np.stack([found[text] for text in TEXTS]), said(TEXTS), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(np.stack([found[text] for text in TEXTS]), teacher_vectors(TEXTS), rtol=1e-3, atol=1e-6)
 
 
 def test_a_pickled_dataset_opens_the_cache_itself(path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_dataset_of_pairs_gives_tuples_of_texts(tmp_path: Path) -> None:
     built(tmp_path, [("a", "b"), ("c", "a")])
     texts, vector = VectorDataset(tmp_path / "cache")[1]
     assert texts == ("c", "a")
-    np.testing.assert_allclose(vector, said(["c"])[0], rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(vector, teacher_vectors(["c"])[0], rtol=1e-3, atol=1e-6)
 
 
 def test_a_dataset_with_missing_vectors_is_refused(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_missing_texts_are_encoded_once_and_stored(tmp_path: Path, monkeypatch: 
     texts = ["b", "a", "b", *TEXTS]  # more than two shards of 8 rows
     TeacherCache.open(tmp_path, "a", shard_rows=8).close()
     with TeacherCache.open(tmp_path, "a") as cache:
-        np.testing.assert_allclose(cache.get_or_encode(texts, "toy"), said(texts), rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(cache.get_or_encode(texts, "toy"), teacher_vectors(texts), rtol=1e-3, atol=1e-6)
         assert (len(cache), cache.corpora()) == (22, {})
         monkeypatch.setattr("teacher_cache.teachers.load_teacher", lambda spec: pytest.fail("a teacher was loaded"))
         np.testing.assert_array_equal(cache.get_or_encode(texts, TOY), cache.space()[texts])
@@ -246,7 +246,7 @@ def test_missing_texts_are_encoded_once_and_stored(tmp_path: Path, monkeypatch: 
 def test_a_loaded_teacher_is_used_as_it_is(tmp_path: Path) -> None:
     with TeacherCache.open(tmp_path, "a") as cache:
         teacher = load_teacher(resolve(TOY))
-        np.testing.assert_allclose(cache.get_or_encode(["a"], teacher), said(["a"]), rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(cache.get_or_encode(["a"], teacher), teacher_vectors(["a"]), rtol=1e-3, atol=1e-6)
         assert cache.space().space == teacher.space
 
 

@@ -22,7 +22,7 @@ from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.storage import shard_files, shards
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.table.cache import TeacherCache
-from tests.teacher_cache.small_caches import built, numbered, passing_folder, said
+from tests.teacher_cache.small_caches import built, numbered, passing_folder, teacher_vectors
 
 WIDTH = 16
 SHARD = 256  # two pages: plain shards of this width with fewer rows are not mapped
@@ -218,7 +218,7 @@ def test_a_reader_sees_rows_once_they_are_published(tmp_path: Path) -> None:
         built(tmp_path, numbered(21), name="more")
         assert view.present(np.array([0, 10, 11, 20, 21])).tolist() == [True, True, True, True, False]
         np.testing.assert_array_equal(view.gather(np.arange(11)), before)
-        np.testing.assert_allclose(view.gather(np.arange(21)), said(numbered(21)), rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(view.gather(np.arange(21)), teacher_vectors(numbered(21)), rtol=1e-3, atol=1e-6)
 
 
 def test_vectors_are_written_into_the_given_array_or_tensor_in_its_dtype(tmp_path: Path) -> None:

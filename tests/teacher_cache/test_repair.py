@@ -23,7 +23,7 @@ from teacher_cache.table.cache import TeacherCache
 from teacher_cache.teachers import TeacherOptions
 from teacher_cache.text_key import text_key
 from tests.teacher_cache.damaged_caches import commit_shard, edit_manifest, flip, lose_index, vector_shard
-from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, said
+from tests.teacher_cache.small_caches import TOY, built, corpus_of, numbered, teacher_vectors
 
 TEXTS = numbered(20)
 
@@ -157,7 +157,7 @@ def test_a_shard_that_is_damaged_twice_is_kept_twice(intact: Intact) -> None:
 def test_a_shard_with_a_vector_past_the_table_is_dropped(intact: Intact) -> None:
     with TeacherCache.open(intact.path, "a") as cache:
         view = cache.space()
-        view.write(2, np.arange(20, 22), said(["no", "row"]))
+        view.write(2, np.arange(20, 22), teacher_vectors(["no", "row"]))
     assert [damage.kind for damage in verify(intact.path).damage] == ["count"]
     report = repair(intact.path)
     assert (actions(report), report.missing) == ([("count", 6)], 6)

@@ -19,7 +19,7 @@ from teacher_cache.errors import CacheError, CacheNotFound, CorpusNotFound, Dama
 from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.seal import seal
 from teacher_cache.table.cache import TeacherCache
-from tests.teacher_cache.small_caches import built, numbered, said
+from tests.teacher_cache.small_caches import built, numbered, teacher_vectors
 
 TEXTS = numbered(20)
 NOBODY = 65534
@@ -43,7 +43,7 @@ def test_a_sealed_copy_reads_like_the_index(cache: Path) -> None:
     assert sealed.bytes == Path(sealed.path).stat().st_size
     rows, texts, vectors = served(cache, sealed=True)
     assert (rows, texts) == (list(range(20)), TEXTS)
-    np.testing.assert_allclose(vectors, said(TEXTS), atol=1e-3)
+    np.testing.assert_allclose(vectors, teacher_vectors(TEXTS), atol=1e-3)
     np.testing.assert_array_equal(vectors, served(cache, sealed=False)[2])
     assert verify(cache, deep=True).ok
 

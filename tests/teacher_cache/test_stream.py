@@ -12,7 +12,7 @@ from teacher_cache.errors import DamagedCache, MissingRows
 from teacher_cache.reading.shuffle import WindowedShuffle
 from teacher_cache.reading.stream import Batch, WindowedReader
 from teacher_cache.table.cache import TeacherCache
-from tests.teacher_cache.small_caches import built, numbered, said
+from tests.teacher_cache.small_caches import built, numbered, teacher_vectors
 
 TEXTS = [*numbered(200), *numbered(20)]  # the first twenty appear twice
 
@@ -33,7 +33,7 @@ def reader(cache: TeacherCache, batch: int = 8, window: int = 64, **options: Any
 
 def assert_right(batch: Batch) -> None:
     assert batch.vectors.dtype == np.float32
-    cosines = (batch.vectors * said(batch.texts)).sum(axis=1) / np.linalg.norm(batch.vectors, axis=1)
+    cosines = (batch.vectors * teacher_vectors(batch.texts)).sum(axis=1) / np.linalg.norm(batch.vectors, axis=1)
     assert (cosines > 1 - 1e-3).all()  # int8; two texts of the toy teacher are far apart
 
 

@@ -32,7 +32,7 @@ from tests.teacher_cache.copies import (
     named,
     worst_error,
 )
-from tests.teacher_cache.small_caches import TOY, built, said
+from tests.teacher_cache.small_caches import TOY, built, teacher_vectors
 from tests.teacher_cache.toy_variants import BadVectors
 
 
@@ -41,7 +41,7 @@ def test_an_npy_export_of_a_corpus_has_its_records_in_order_with_keys_and_space(
     report = export(tmp_path / "cache", tmp_path / "out", "npy", corpus="corpus")
     vectors = np.load(tmp_path / "out/vectors.npy", allow_pickle=False)
     assert vectors.dtype == np.float16
-    assert np.array_equal(vectors, said(RECORDS).astype(np.float16))
+    assert np.array_equal(vectors, teacher_vectors(RECORDS).astype(np.float16))
     keys = np.load(tmp_path / "out/keys.npy", allow_pickle=False)
     assert [key.tobytes() for key in keys] == text_keys(RECORDS)
     assert jsonl(tmp_path / "out/texts.jsonl") == RECORDS
@@ -78,7 +78,7 @@ def test_pairs_are_exported_one_text_after_the_other_and_stay_pairs(tmp_path: Pa
     report = export(tmp_path / "cache", tmp_path / "out", "npy", corpus="corpus")
     assert jsonl(tmp_path / "out/texts.jsonl") == ["a", "b", "a", "d", "f", "f"]
     vectors = np.load(tmp_path / "out/vectors.npy").reshape(-1, 2, 32)
-    assert np.array_equal(vectors[:, 0], said(["a", "a", "f"]).astype(np.float16))
+    assert np.array_equal(vectors[:, 0], teacher_vectors(["a", "a", "f"]).astype(np.float16))
     assert (report.rows, report.quarantined) == (6, 2)
 
 
@@ -162,7 +162,7 @@ def test_a_dataset_folder_gives_tensors_and_says_whose_vectors_they_are(tmp_path
     dataset = datasets.load_from_disk(str(tmp_path / "out"))
     label = dataset.with_format("torch")[0]["label"]
     assert isinstance(label, torch.Tensor)
-    assert label.tolist() == said(TEXTS[:1]).astype(np.float16)[0].tolist()
+    assert label.tolist() == teacher_vectors(TEXTS[:1]).astype(np.float16)[0].tolist()
     assert dataset.info.description == resolve(TOY).space.describe()
     # The library keeps what `map` made by this name.
     assert dataset._fingerprint != datasets.load_from_disk(str(tmp_path / "other"))._fingerprint

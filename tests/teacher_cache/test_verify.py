@@ -22,7 +22,7 @@ from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import Encoded, TeacherOptions
 from teacher_cache.text_key import text_key
 from tests.teacher_cache.damaged_caches import commit_shard, edit_manifest, flip, vector_shard
-from tests.teacher_cache.small_caches import TOY, built, numbered, said
+from tests.teacher_cache.small_caches import TOY, built, numbered, teacher_vectors
 from tests.teacher_cache.toy_variants import Variant
 
 TEXTS = numbered(20)
@@ -141,7 +141,7 @@ def test_a_build_adds_no_rows_to_a_damaged_shard(tmp_path: Path, path: Path, arr
 
 def test_a_nan_with_a_matching_digest_is_found_by_a_deep_check(path: Path) -> None:
     with TeacherCache.open(path, "a") as cache:
-        values = said(TEXTS[:8])
+        values = teacher_vectors(TEXTS[:8])
         values[3, 7] = np.nan
         commit_vectors(cache.space(), 0, values)
     assert verify(path).ok
@@ -153,7 +153,7 @@ def test_a_nan_with_a_matching_digest_is_found_by_a_deep_check(path: Path) -> No
 def test_a_nan_with_another_digest_is_reported_as_both(path: Path) -> None:
     with TeacherCache.open(path) as cache:
         view = cache.space()
-        values = said(TEXTS[8:16])
+        values = teacher_vectors(TEXTS[8:16])
         values[[2, 5], 7] = np.nan
         view.vectors.write_shard(1, view.encoding.store(values), np.ones(8, dtype=bool))
     assert [(damage.kind, damage.rows) for damage in verify(path, deep=True).damage] == [
@@ -167,7 +167,7 @@ def test_a_vector_of_another_length_in_a_normalized_space_is_found_by_a_deep_che
     path: Path, length: float, fits: bool
 ) -> None:
     with TeacherCache.open(path, "a") as cache:
-        values = said(TEXTS[:8])
+        values = teacher_vectors(TEXTS[:8])
         values[3] *= length
         commit_vectors(cache.space(), 0, values)
     report = verify(path, deep=True)
@@ -182,7 +182,7 @@ def test_in_a_space_that_is_not_normalized_only_length_zero_is_damage(tmp_path: 
     path = tmp_path / "cache"
     assert verify(path, deep=True).ok
     with TeacherCache.open(path, "a") as cache:
-        values = said(TEXTS[:8]) * 100
+        values = teacher_vectors(TEXTS[:8]) * 100
         commit_vectors(cache.space(), 0, values)
         assert verify(path, deep=True).ok
         values[4] = 0
@@ -236,7 +236,7 @@ def test_a_file_with_more_rows_than_its_record_is_no_damage(tmp_path: Path, path
             appender.add(numbered(24))
         view = cache.space()
         before = view.column.record(2)
-        view.write(2, np.arange(20, 24), said(numbered(4, start=20)))
+        view.write(2, np.arange(20, 24), teacher_vectors(numbered(4, start=20)))
         assert before is not None
         cache.index.commit([Change("shards", shard_key(view.array_name, 2), before.pack())])
     for deep in (False, True):
@@ -247,8 +247,8 @@ def test_a_file_of_another_size_is_read_by_a_quick_check_too(path: Path) -> None
     with TeacherCache.open(path) as cache:  # valid shards that have the recorded rows
         view = cache.space()
         present = np.arange(8) < 4
-        view.vectors.write_shard(1, view.encoding.store(said(TEXTS[:8])), np.ones(8, dtype=bool))
-        view.vectors.write_shard(2, view.encoding.store(said(TEXTS[:4])), present)
+        view.vectors.write_shard(1, view.encoding.store(teacher_vectors(TEXTS[:8])), np.ones(8, dtype=bool))
+        view.vectors.write_shard(2, view.encoding.store(teacher_vectors(TEXTS[:4])), present)
         record = view.column.record(2)
         assert record is not None
         same_size = vector_shard(path, 2).stat().st_size == record.size
@@ -290,7 +290,7 @@ def lose_a_record(cache: TeacherCache) -> None:
 
 
 def record_rows_past_the_table(cache: TeacherCache) -> None:
-    commit_vectors(cache.space(), 2, said(numbered(8)))
+    commit_vectors(cache.space(), 2, teacher_vectors(numbered(8)))
 
 
 def record_too_few_texts(cache: TeacherCache) -> None:
@@ -424,7 +424,7 @@ def test_by_default_about_a_thousand_rows_are_encoded_again(path: Path, monkeypa
 
 def test_rows_that_differ_from_the_teacher_are_listed(path: Path) -> None:
     with TeacherCache.open(path, "a") as cache:  # the digest is right, but the vectors are of other texts
-        commit_vectors(cache.space(), 1, said([*TEXTS[8:12], *TEXTS[:4]]))
+        commit_vectors(cache.space(), 1, teacher_vectors([*TEXTS[8:12], *TEXTS[:4]]))
     assert verify(path, deep=True).ok
     report = verify(path, teacher=TOY, every=1)
     (damage,) = report.damage

@@ -17,7 +17,7 @@ from teacher_cache.building.workers import LocalWorkers, RayWorkers, Workers, _A
 from teacher_cache.errors import MissingDependency, TeacherError, WorkerError
 from teacher_cache.teachers import TeacherOptions, TeacherSpec, resolve
 from teacher_cache.teachers.base import Encoded
-from tests.teacher_cache.small_caches import TOY, built, numbered, said
+from tests.teacher_cache.small_caches import TOY, built, numbered, teacher_vectors
 from tests.teacher_cache.toy_variants import DiesAlways, DiesOnce, Refuses
 
 ray = pytest.importorskip("ray")
@@ -35,7 +35,7 @@ def encode_all(workers: Workers, batches: Iterable[list[str]], teacher: TeacherO
 def assert_right(found: dict[int, Encoded], batches: list[list[str]]) -> None:
     assert sorted(found) == list(range(len(batches)))
     for number, texts in enumerate(batches):
-        np.testing.assert_array_equal(found[number].vectors, said(texts))
+        np.testing.assert_array_equal(found[number].vectors, teacher_vectors(texts))
 
 
 @pytest.fixture(scope="module")
