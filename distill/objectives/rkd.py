@@ -75,12 +75,12 @@ class RKD(Objective):
         with torch.autocast(states.device.type, enabled=False):
             mine = differences(unit(states) if self.normalize else states.float())
             theirs = differences(teacher.vectors.detach().float())
-            apart = different_texts(teacher.text_ids, mask_duplicates=self.mask_duplicates)
+            different = different_texts(teacher.text_ids, mask_duplicates=self.mask_duplicates)
             if self.distance_weight:
-                distance = smooth_l1_loss(distances(mine, apart), distances(theirs, apart))
+                distance = smooth_l1_loss(distances(mine, different), distances(theirs, different))
                 terms["distance"] = self.distance_weight * distance
             if self.angle_weight:
-                terms["angle"] = self.angle_weight * smooth_l1_loss(angles(mine, apart), angles(theirs, apart))
+                terms["angle"] = self.angle_weight * smooth_l1_loss(angles(mine, different), angles(theirs, different))
         return terms
 
 
@@ -89,14 +89,14 @@ def differences(vectors: Tensor) -> Tensor:
     return vectors[None, :, :] - vectors[:, None, :]
 
 
-def distances(differences: Tensor, apart: Tensor) -> Tensor:
-    """`(B, B)` lengths over their mean, both of pairs that are `apart`; 0 elsewhere."""
+def distances(differences: Tensor, different: Tensor) -> Tensor:
+    """`(B, B)` lengths over their mean, both of pairs that are `different`; 0 elsewhere."""
     # Clamped before the root and zeroed after it: its infinite slope at 0 would give NaN gradients.
-    lengths = differences.square().sum(-1).clamp(min=EPS).sqrt() * apart
-    return lengths / (lengths.sum() / apart.sum().clamp(min=1)).clamp(min=EPS)
+    lengths = differences.square().sum(-1).clamp(min=EPS).sqrt() * different
+    return lengths / (lengths.sum() / different.sum().clamp(min=1)).clamp(min=EPS)
 
 
-def angles(differences: Tensor, apart: Tensor) -> Tensor:
-    """`(B, B, B)`: [i, j, k] is the cosine of the angle at i between j and k; 0 where i is not `apart` from both."""
-    directions = unit(differences) * apart[..., None]
+def angles(differences: Tensor, different: Tensor) -> Tensor:
+    """`(B, B, B)`: [i, j, k] is the cosine of the angle at i between j and k; 0 where i is not `different` from both."""
+    directions = unit(differences) * different[..., None]
     return directions @ directions.mT

@@ -33,7 +33,7 @@ class TestDistillCSE(ObjectiveContract):
     used_states = frozenset({(0, 3), (1, 3)})
 
     def make(self) -> Objective:
-        return made().eval()  # in training mode the shuffling makes every call another
+        return made().eval()  # in training mode every call shuffles differently
 
     @pytest.mark.parametrize("mask_duplicates", [True, False])
     def test_it_equals_numpy_in_double_precision(self, mask_duplicates: bool) -> None:
@@ -126,17 +126,17 @@ def test_a_repeated_text_neither_ranks_itself_nor_changes_the_mean() -> None:
     states = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     vectors = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     ids = torch.tensor([3, 3, 1, 1])
-    # Each row has but the two rows of the other text, alike for the teacher: log 2 where the student agrees.
+    # Each row is compared with the two rows of the other text, equal for the teacher: log 2 if the student agrees.
     same = vectors[[0, 0, 2, 2]]
     assert ranking(same, same, ids).item() == pytest.approx(math.log(2), rel=1e-6)
     official = DistillCSE.presets["official"]
     assert ranking(same, same, ids, **official).item() == pytest.approx(0, abs=1e-6)
-    # A batch that is one text has nothing to rank.
+    # A batch of one text has no ranking.
     assert ranking(states, vectors, torch.zeros(4, dtype=torch.int64)).item() == 0
 
 
 def test_group_shuffle_by_hand() -> None:
-    # From the closest down, the columns of row 0 are 2, 1, 3, 4 (0 is the text itself). Their shares are
+    # By descending similarity, the columns of row 0 are 2, 1, 3, 4 (0 is the text itself). Their shares are
     # 0.4, 0.3, 0.2, 0.1 and run up to 0.4, 0.7, 0.9, 1.0: with p = 0.8 the groups are {2, 1} and {3, 4}.
     row = torch.tensor([9.0, math.log(0.3), math.log(0.4), math.log(0.2), math.log(0.1)])
     rivals = torch.tensor([[False, True, True, True, True]])
@@ -164,7 +164,7 @@ def test_group_shuffle_permutes_inside_the_groups_of_a_numpy_version(seed: int, 
         group = dict.fromkeys(range(size), -1)
         for j, share in zip(places, running, strict=True):
             if abs(share - round(share)) < 1e-4:
-                return  # too near a boundary to tell
+                return  # too close to a boundary
             group[int(j)] = min(math.floor(share), math.ceil(1 / p) - 1)
         assert sorted(columns[i].tolist()) == list(range(size))
         assert [group[j] for j in columns[i].tolist()] == [group[j] for j in range(size)]

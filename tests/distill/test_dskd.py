@@ -28,7 +28,7 @@ def array(tensor: Tensor) -> Array:
 
 
 def attended(attention: CrossAttention, queries: Array, keys: Array) -> Array:
-    """What every query takes of the keys of one text without padding."""
+    """Attention output of every query over the keys of one text without padding."""
     q, k, v = (array(layer.weight) for layer in (attention.query, attention.key, attention.value))
     scores = np.exp((queries @ q.T) @ (keys @ k.T).T / math.sqrt(len(q)))
     return np.asarray(scores / scores.sum(axis=1, keepdims=True) @ (keys @ v.T))
@@ -101,7 +101,7 @@ class TestDSKDAsPorted(ObjectiveContract):
 
 
 def test_a_direction_loss_by_hand() -> None:
-    # (3, 4) and (0, 2) point 0.8 alike: 2 - 2 * 0.8 = 0.4; opposite vectors are at 4.
+    # (3, 4) and (0, 2) have a cosine of 0.8: 2 - 2 * 0.8 = 0.4; opposite vectors give 4.
     first, second = torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[0.0, 2.0], [-5.0, 0.0]])
     assert direction_loss(first, second, "sum_dim").item() == pytest.approx((0.4 + 4) / 2)
     assert direction_loss(first, second, "mean").item() == pytest.approx((0.4 + 4) / 2 / 2)
@@ -124,7 +124,7 @@ def test_attention_takes_the_value_of_the_key_that_a_query_matches() -> None:
         attention.value.weight.copy_(torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]))
     keys = torch.tensor([[[1.0, 0.0, 5.0], [0.0, 1.0, 7.0], [9.0, 9.0, 9.0]]])
     queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    # The third key would win both, but is padding.
+    # The third key would have the highest score, but is padding.
     found = attention(queries, keys, torch.tensor([[True, True, False]]))
     assert torch.allclose(found, torch.tensor([[[1.0, 5.0], [0.0, 7.0]]]))
 

@@ -1,4 +1,4 @@
-"""EMO against loops in numpy over one text at a time, and the laws of its parts."""
+"""EMO against numpy loops over single texts, and properties of its parts."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ class TestEMO(ObjectiveContract):
 
 
 class TestEMOComparingAllPairs(TestEMO):
-    """The contract's texts have too few tokens for a third of them to say something."""
+    """Uses all pairs, because a third of the contract's tokens are too few."""
 
     def make(self) -> Objective:
         torch.manual_seed(0)
@@ -82,7 +82,7 @@ def batch(seed: int = 0) -> tuple[StudentOutput, TeacherTargets]:
 
 
 def by_text(student: StudentOutput, teacher: TeacherTargets) -> list[dict[str, Array]]:
-    """Each text alone, without padding, in double precision."""
+    """Each text separately, without padding, in double precision."""
     mine, theirs = student.tokens, teacher.tokens
     assert mine is not None
     assert mine.attention is not None
@@ -311,7 +311,7 @@ def test_it_never_synchronizes_with_the_device(preset: str) -> None:
 
     student, teacher = batch()
     objective = EMO(SHAPE, TEACHER_SHAPE, **EMO.presets[preset])  # type: ignore[arg-type]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # tensors without values: looking at one is an error
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # tensors without values, which cannot be read
 
         def without_values(part: Any) -> Any:
             tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}

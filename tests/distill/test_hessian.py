@@ -27,7 +27,7 @@ def net(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def exact(model: nn.Module, inputs: Tensor, targets: Tensor) -> np.ndarray[Any, Any]:
-    """The whole Hessian of the mean squared error, in float64, by torch's own double differentiation."""
+    """The whole Hessian of the mean squared error, in float64, by torch.autograd.functional."""
     names = [name for name, _ in model.named_parameters()]
     shapes = [parameter.shape for parameter in model.parameters()]
 
@@ -146,10 +146,10 @@ def test_the_mean_over_mini_batches_has_the_hessian_of_the_whole() -> None:
     ("eigenvalues", "largest"),
     [
         ((3.0, 1.0, 0.5, 0.0, -1.0), 3.0),
-        ((2.0, 1.0, 0.5, -9.0, -1.0), 2.0),  # a negative one is largest in size
+        ((2.0, 1.0, 0.5, -9.0, -1.0), 2.0),  # a negative one is largest in magnitude
         ((-1.0, -2.0, -5.0, -7.0), -1.0),  # a maximum of the loss
         ((4.0, 4.0, 1.0, -3.5), 4.0),  # a double one
-        ((5.0, 0.0, 0.0, 0.0), 5.0),  # flat but for one direction
+        ((5.0, 0.0, 0.0, 0.0), 5.0),  # flat except in one direction
     ],
 )
 def test_the_largest_eigenvalue_is_the_algebraic_one(eigenvalues: tuple[float, ...], largest: float) -> None:

@@ -148,7 +148,7 @@ def test_order_loss_by_hand() -> None:
     # of 0.4 is missed by 0.2 and 0.1.
     scores, guide = torch.tensor([0.9, 0.7, 0.4]), torch.tensor([3.0, 2.0, 1.0])
     assert order_loss(scores, guide, 0.4).item() == pytest.approx((0.2 + 0.1) / 3)
-    # The other way round every pair is wrong.
+    # Reversed, every pair is in the wrong order.
     assert order_loss(scores, -guide, 0.4).item() == pytest.approx((0.6 + 0.9 + 0.7) / 3)
 
 

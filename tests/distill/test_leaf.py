@@ -43,7 +43,7 @@ def made(student: StudentShape = STUDENT, teacher: TeacherShape = TEACHER, **opt
 
 
 def distance(states: list[list[float]], vectors: list[list[float]], teacher: TeacherShape, **options: Any) -> float:
-    """The one term of a W_out that keeps the states as they are."""
+    """The term "leaf" with W_out = I."""
     objective = made(StudentShape(2, 1, "mean"), teacher, **options)
     torch.nn.init.eye_(objective.out.weight)
     layers = torch.tensor([states, states])
@@ -75,7 +75,7 @@ class TestLeaf(ObjectiveContract):
 
 
 class TestLeafWithDistilBERT(ObjectiveContract):
-    """The added loss that a cache of token states allows, under the same contract."""
+    """The contract for the added loss that needs only token states."""
 
     name = "leaf"
     used_states = frozenset({(0, 3)})
@@ -85,7 +85,7 @@ class TestLeafWithDistilBERT(ObjectiveContract):
         return made(SHAPE, TEACHER_SHAPE, distilbert_weight=1.0)
 
     def teacher(self, objective: Objective, batch: int = 6) -> TeacherTargets:
-        """Its tokens are the student's, padded on the other side."""
+        """The same tokens as the student's, padded on the other side."""
         given = tokens(STUDENT_LENGTHS[:batch], 8, 4, left=True, maps=0, importance=False)
         return replace(super().teacher(objective, batch), tokens=given)
 
@@ -137,7 +137,7 @@ def test_the_projection_is_the_bias_free_w_out() -> None:
 
 
 def internals(given: TokenStates, layers: int, heads: int, head_dim: int, seed: int) -> TokenStates:
-    """The same tokens with random states of every layer and head, what stands at padding included."""
+    """The same tokens with random states of every layer and head, also at padding."""
     generator = torch.Generator().manual_seed(seed)
     batch, n, dim = given.states.shape
     hidden = torch.randn(layers + 1, batch, n, dim, generator=generator)
@@ -290,7 +290,7 @@ def test_values_at_padding_affect_neither_loss_nor_gradient() -> None:
 
 
 def spoilt(given: TokenStates) -> TokenStates:
-    """NaN at padding; the attention of padding too, which no token pays any."""
+    """NaN at padding, also in the attention of padding."""
     inside = given.internals
     assert inside is not None
     away = ~given.mask

@@ -29,7 +29,7 @@ def settings(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def wide_student(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BERT whose matrices are large enough for 8-bit states, which begin at 4,096 numbers."""
+    """A random BERT with matrices large enough for 8-bit states, at least 4,096 elements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_teachers, "WIDTH", 64)
         return tiny_teachers.write_bert(tmp_path_factory.mktemp("models") / "wide-bert")
@@ -59,7 +59,7 @@ def test_without_dropout_low_memory_trains_to_the_default_weights(
     monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 64)
 
     def still(name: str, *overrides: str) -> dict[str, Tensor]:
-        # Not Adam, which makes whole steps of a rounding error: a key's bias has no gradient but that.
+        # Not Adam, which would amplify rounding errors: the gradient of a key bias is only rounding.
         plain = ("sharpness.name=asam", "training.optim=sgd", "training.learning_rate=0.1")
         made = parts(settings(name, *plain, *overrides))
         for module in made.student.modules():
@@ -109,7 +109,7 @@ def test_a_resumed_training_ends_with_the_same_bits(
 
 
 def kept_bytes(made: Parts) -> int:
-    """Of the tensors that the forward pass of the first batch keeps for its backward pass."""
+    """Bytes of the tensors that the first forward pass stores for its backward pass."""
     trainer = made.trainer()
     trainer.model.train()
     if trainer.args.activation_checkpointing:

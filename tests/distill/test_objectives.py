@@ -8,11 +8,19 @@ from distill.errors import ConfigError
 from distill.objectives import OBJECTIVES, load_objective
 from distill.objectives.base import Objective
 from distill.objectives.talas import Talas
+from distill.registry import description
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_every_objective_of_the_table_loads(name: str) -> None:
     assert issubclass(load_objective(name), Objective)
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_every_objective_has_a_description(name: str) -> None:
+    line = description(load_objective(name))
+    assert line.endswith(".")
+    assert 40 < len(line) <= 117
 
 
 def test_a_class_outside_the_table_loads_by_module_and_name() -> None:

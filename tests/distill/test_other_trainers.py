@@ -43,7 +43,7 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the toy teacher, with tokens and the attention of all of its layers."""
+    """A cache of the toy teacher with token states and the attention of all layers."""
     folder = tmp_path_factory.mktemp("tokens")
     (folder / "few.txt").write_text("".join(f"{text}\n" for text in TEXTS))
     request = TokenRequest(attention=(1, 2, 3))
@@ -89,7 +89,7 @@ def arguments(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 class Gradients(TrainerCallback):
-    """Whether all gradients of a step were finite, before it was taken."""
+    """Records before each step whether all gradients are finite."""
 
     def __init__(self, *parts: nn.Module) -> None:
         self.parts = parts
@@ -101,7 +101,7 @@ class Gradients(TrainerCallback):
 
 
 def trained(trainer: Trainer, *parts: nn.Module) -> None:
-    """Train, and see that finite gradients changed every one of the parts that has parameters."""
+    """Train, and check that gradients are finite and changed every part that has parameters."""
     trainer.remove_callback(PrinterCallback)
     gradients = Gradients(*parts)
     trainer.add_callback(gradients)

@@ -48,7 +48,7 @@ class TestRKD(ObjectiveContract):
 
 
 def in_numpy(student: npt.NDArray[Any], teacher: npt.NDArray[Any], ids: list[int]) -> tuple[float, float]:
-    """The two terms before their weights, entry by entry."""
+    """The two unweighted terms, entry by entry."""
 
     def huber(x: float) -> float:
         return x * x / 2 if abs(x) < 1 else abs(x) - 0.5

@@ -14,11 +14,11 @@ from distill.objectives.talas import Talas
 from distill.sharpness import AscentLoss, build_sharpness
 from distill.sharpness.disam import domain_variance
 
-DOMAINS = torch.tensor([7, 2, 7, 5, 2, 7, 9, 9])  # 5 has one text alone
+DOMAINS = torch.tensor([7, 2, 7, 5, 2, 7, 9, 9])  # 5 has only one text
 
 
 class Mean(Objective):
-    """Mean over the texts of a loss for each, and a second term; it sees that sub-batches are whole."""
+    """Mean over texts, and a second term; checks that sub-batches are consistent."""
 
     needs = Needs(views=2)
     second_view_terms = frozenset({"views"})

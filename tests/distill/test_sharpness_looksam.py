@@ -39,7 +39,7 @@ def take(step: int, weights: nn.Parameter, sharpness: LookSam, optimizer: torch.
 
 
 def expected(steps: int, *, rho: float = 0.5, every: int = 3, alpha: float = 0.7) -> list[np.ndarray[Any, Any]]:
-    """The algorithm of the paper, written down for the quadratic."""
+    """The algorithm of the paper for the quadratic."""
     w, kept, path = START.copy(), np.zeros(3), []
     for step in range(steps):
         g = CURVATURE * w

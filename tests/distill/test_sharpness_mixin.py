@@ -17,7 +17,7 @@ from distill.sharpness.mixin import SharpnessMixin
 
 
 class Regression(nn.Module):
-    """`mean (x w - y)^2`; the loss scales itself where Trainer says by how many items."""
+    """`mean (x w - y)^2`; divided by the number of items if Trainer gives it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Regression(nn.Module):
 
 
 class SelfScaling(Regression):
-    """As language models do: the sum over all items of the step is divided by Trainer's count of them."""
+    """Like language models: the sum over all items of the step, divided by their number."""
 
     def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> dict[str, Tensor]:
         errors = ((x @ self.weight - labels) ** 2).sum()

@@ -33,7 +33,7 @@ def take(weights: nn.Parameter, sharpness: MomentumSam, optimizer: torch.optim.O
 
 
 def kept_in_the_weights(steps: int) -> list[np.ndarray[Any, Any]]:
-    """AdamW as the authors have it: the offset of the step before is added back, the new one taken away."""
+    """AdamW of the authors: adds back the offset of the previous step and subtracts the new one."""
     w, m, v, offset, path = START.copy(), np.zeros(3), np.zeros(3), np.zeros(3), []
     for step in range(1, steps + 1):
         g = CURVATURE * w  # at the offset weights

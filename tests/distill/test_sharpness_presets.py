@@ -23,7 +23,7 @@ from distill.sharpness.parameters import norm_parameters, select_parameters
 
 
 class LlamaRMSNorm(nn.Module):
-    """A norm that is no kind of torch's, as models bring along."""
+    """A norm of a model, not a subclass of a torch norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class LlamaRMSNorm(nn.Module):
 
 
 class Model(nn.Module):
-    """Names as the trainer gives them: the student's, and the objective's own projection."""
+    """Parameter names as in the trainer: of the student, and of the objective's projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,6 +87,10 @@ def test_a_preset_has_the_values_of_its_paper_or_code(
     sharpness = built(name, Model())
     assert type(sharpness) is kind
     assert {attribute: getattr(sharpness, attribute) for attribute in expected} == expected
+
+
+def test_every_preset_has_a_description() -> None:
+    assert all(preset.description.endswith(".") for preset in PRESETS.values())
 
 
 def test_an_option_overrides_the_presets_value_unless_none() -> None:
@@ -168,7 +172,7 @@ def test_norms_of_a_real_architecture_are_all_its_layer_norms(tiny_student: Path
 def test_all_student_and_norms_move_those_parameters_and_no_others() -> None:
     model = Model()
     everything = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # A bias before a norm over the batch has no gradient but rounding.
+    # The gradient of a bias before a norm over the batch is only rounding.
     everything -= {"student.4.bias"}
     assert moved(built("sam", model), model) - {"student.4.bias"} == everything
     assert moved(built("sam", model, parameters="student"), model) - {"student.4.bias"} == everything - {

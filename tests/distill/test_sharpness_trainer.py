@@ -39,7 +39,7 @@ VARIANTS = {
 
 
 def among(*quick: str) -> list[Any]:
-    """All variants; those that are like others in what a test looks at are slow."""
+    """All variants; redundant ones are marked slow."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
 
 
@@ -123,7 +123,7 @@ def test_training_equals_the_plain_loop(
     )
     wanted = weights(expected)
     for key, tensor in weights(made).items():
-        # Softmax does not see a key's bias: its gradient is rounding noise, which Adam blows up to whole steps.
+        # Softmax does not depend on a key bias: its gradient is rounding noise, which Adam amplifies.
         if not key.endswith("key.bias"):
             assert torch.allclose(tensor, wanted[key], rtol=0, atol=2e-6), key
     lines = metrics(tmp_path)
@@ -146,7 +146,7 @@ def test_a_resumed_training_ends_with_the_same_bits_and_lines(
             *VARIANTS[name],
             "training.gradient_accumulation_steps=2",
             "training.max_steps=6",
-            "training.save_steps=4",  # step 4 is no third one: a direction is kept across the stop
+            "training.save_steps=4",  # not a multiple of 3: the direction is restored
             "training.logging_steps=2",
             "training.save_total_limit=5",
         )
@@ -199,7 +199,7 @@ class ScaledTrainer(DistillTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         scaler = self.accelerator.scaler
-        scaler.scale(torch.zeros(()))  # its factor comes into being with the first use
+        scaler.scale(torch.zeros(()))  # creates the scale
         scaler.update(new_scale=2.0**127 if self.state.global_step in self.overflows else 2.0**16)
         return super().training_step(*args, **kwargs)
 
@@ -221,7 +221,7 @@ def test_an_overflow_skips_the_step_bit_for_bit_and_training_continues(
     parted_cache: Path, tiny_student: Path, tmp_path: Path, name: str
 ) -> None:
     class Overflowing(ScaledTrainer):
-        overflows = (3, 4)  # for every third step: one that ascends and one that does not
+        overflows = (3, 4)  # with every=3: one with an ascent and one without
 
     config = tiny_config(parted_cache, tiny_student, tmp_path, *VARIANTS[name], "training.max_steps=7")
     made = parts(config)
@@ -341,7 +341,7 @@ def test_a_loss_that_only_compares_views_is_ascended_as_a_whole(
 def test_unknown_terms_stop_the_first_step(parted_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     config = tiny_config(parted_cache, tiny_student, tmp_path, "sharpness.name=asam", "sharpness.ascent_terms=[otis]")
     made = parts(replace(config, sharpness=SharpnessConfig("none")))
-    made.config = config  # whose terms nobody has looked at
+    made.config = config  # not checked
     with pytest.raises(ConfigError, match="no term 'otis' in this step; known here: lasd, simcse, tamd"):
         made.trainer().train()
 
@@ -373,7 +373,7 @@ SHARED = ("every", "disam", "terms", "looksam", "msam")
 
 
 def train_as(rank: int, port: int, configs: dict[str, RunConfig], left: Path) -> None:
-    """One rank's process: all methods, one after the other; leaves the weights of each in `left`."""
+    """Train all methods in one process of two, and store the weights of each in `left`."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -431,7 +431,7 @@ def test_two_processes_have_equal_weights_with_every_method(
         assert not torch.equal(ends[name], start)
         kept = [load_file(tmp_path / f"{name}-{rank}-kept.safetensors") for rank in range(2)]
         norms = [state.pop("gradient_norm") for state in kept]
-        # Of their own losses, but for the momentum that they share.
+        # Of separate losses, except for the momentum, which is common.
         assert torch.equal(*norms) == (name == "msam")
         assert all(torch.equal(kept[0][key], kept[1][key]) for key in kept[0] | kept[1])
         assert bool(kept[0]) == (name == "looksam")

@@ -70,7 +70,7 @@ def test_training_equals_the_plain_loop_including_dropout(
 
     wanted = weights(expected)
     for name, tensor in weights(made).items():
-        # Softmax does not see a key's bias: its gradient is rounding noise, which Adam blows up to whole steps.
+        # Softmax does not depend on a key bias: its gradient is rounding noise, which Adam amplifies.
         if not name.endswith("key.bias"):
             assert torch.allclose(tensor, wanted[name], rtol=0, atol=1e-6), name
     moved = [name for name in wanted if not torch.equal(before[name], wanted[name])]
@@ -102,7 +102,7 @@ def test_the_learning_rates_warm_up_and_fall_to_their_floor(
     config = tiny_config(toy_cache, tiny_student, tmp_path, "training.warmup_ratio=0.25")
     trainer = parts(config).trainer()
     trainer.train()
-    # The rate that a step was taken with: warm-up over 3 of 12 steps from 0, then a cosine from 1 to 0.1.
+    # The learning rate of a step: warm-up over 3 of 12 steps from 0, then a cosine from 1 to 0.1.
     factors = [0, 1 / 3, 2 / 3] + [0.1 + 0.9 * (1 + math.cos(math.pi * k / 9)) / 2 for k in range(9)]
     rates = [line["learning_rate"] for line in metrics(tmp_path)]
     assert rates == pytest.approx([1e-3 * factor for factor in factors], rel=1e-6)
@@ -179,7 +179,7 @@ def resumed(made: Parts, checkpoint: Path) -> DistillTrainer:
 @pytest.mark.parametrize(
     ("sharpness", "accumulate", "save", "stop"),
     [
-        ("none", 1, 7, 8),  # from the border of the first epoch of 7 steps
+        ("none", 1, 7, 8),  # at the end of the first epoch of 7 steps
         ("none", 1, 5, 11),  # from the middle of the second epoch
         ("asam", 1, 3, 5),
         ("none", 2, 3, 5),  # 4 steps an epoch, the last of them half as large
@@ -209,7 +209,7 @@ def test_a_resumed_training_ends_with_the_same_bits_and_lines(
         parts(config("cut")).trainer(report=stop_at(stop)).train()
     last = tmp_path / "cut" / f"checkpoint-{stop // save * save}"
     made = parts(config("cut"))
-    torch.manual_seed(999)  # what happened in the process before must not matter
+    torch.manual_seed(999)  # an earlier random state must not matter
     trainer = resumed(made, last)
     assert trainer.state.global_step == 12
     expected = weights(whole)
@@ -278,10 +278,10 @@ def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(
 
 
 class OverflowingTrainer(ScaledTrainer):
-    """In its fourth step gradients are infinite once they are scaled, as happens in float16."""
+    """In the fourth step scaled gradients are infinite, as can happen in float16."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.accelerator.scaler.scale(torch.zeros(()))  # its factor comes into being with the first use
+        self.accelerator.scaler.scale(torch.zeros(()))  # creates the scale
         self.accelerator.scaler.update(new_scale=2.0**127 if self.state.global_step == 3 else 2.0**10)
         loss = super().training_step(*args, **kwargs)
         assert self.last_ascent is not None
@@ -413,7 +413,7 @@ def test_the_clock_counts_steps_and_the_memory_of_the_process(
     trainer.train()
     cost = trainer.clock.cost()
     assert cost is not None
-    assert cost["steps"] == 6  # of 12, the first half warms up
+    assert cost["steps"] == 6  # of 12, the first half is warm-up
     assert 0 < cost["step_seconds_p50"] <= cost["step_seconds_p90"]
     assert cost["data_seconds_p50"] > 0
     assert cost["peak_memory_bytes"] > 2**26
@@ -442,7 +442,7 @@ def test_the_student_is_not_trained_before_its_stage(toy_cache: Path, tiny_stude
         before.update(now)
 
     made.trainer(report=note).train()
-    # Steps 2 to 7 are stage one; the first step of all has a learning rate that is above 0 only after warm-up.
+    # Steps 2 to 7 are stage one; the learning rate of the first step is 0.
     assert [student for student, _ in moved] == [False] * 6 + [True] * 5
     assert all(heads for _, heads in moved)
 

@@ -29,7 +29,7 @@ HERE = __name__
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Validation files of two tasks and a probe's training file; test files that would be refused if read."""
+    """Validation files of two tasks and a probe's training file; test files that cannot be read."""
     folder = tmp_path_factory.mktemp("data")
     texts = varied_texts(120, seed=3)
     for name, column, values in (("stsb", "score", 6), ("mrpc", "label", 2)):
@@ -212,7 +212,7 @@ def test_the_best_checkpoint_outlives_the_limit_and_is_exported(
     scored_as(monkeypatch, {3: 10.0, 6: 40.0, 9: 40.0, 12: 30.0})
     result = run(config)
     assert result.validation is not None
-    assert result.validation["best_step"] == 6  # the earlier of two equals
+    assert result.validation["best_step"] == 6  # the earlier of two equal ones
     assert steps_of(tmp_path / "run") == [6, 12]
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["exported"]["step"] == 6
@@ -252,7 +252,7 @@ SAVED = ("training.save_steps=4", "training.logging_steps=5")
 
 @pytest.fixture(scope="module")
 def whole(toy_cache: Path, tiny_student: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody stopped."""
+    """An uninterrupted run."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run(validated(toy_cache, tiny_student, folder, data, *SAVED))
     return folder
@@ -373,7 +373,7 @@ def test_the_time_of_an_evaluation_is_not_timed(
 
 @contextmanager
 def opened() -> Iterator[list[str]]:
-    """Names of the files that are opened meanwhile."""
+    """Names of the files opened in the block."""
     names: list[str] = []
     listening = [True]
 
