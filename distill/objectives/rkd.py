@@ -97,6 +97,6 @@ def distances(differences: Tensor, different: Tensor) -> Tensor:
 
 
 def angles(differences: Tensor, different: Tensor) -> Tensor:
-    """`(B, B, B)`: [i, j, k] is the cosine of the angle at i between j and k; 0 where i is not `different` from both."""
+    """`(B, B, B)`: [i, j, k] is the cosine of the angle at i between j and k; 0 unless i is `different` from both."""
     directions = unit(differences) * different[..., None]
     return directions @ directions.mT
