@@ -15,7 +15,7 @@ from typing import Any
 
 from teacher_cache.errors import CorpusNotFound, SpaceNotFound
 from teacher_cache.maintenance.repair import DAMAGED
-from teacher_cache.storage.files import TEMPORARY_SUFFIX, atomic_write, sync_folder
+from teacher_cache.storage.files import TEMPORARY_SUFFIX, atomic_write, sync_path
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.table.cache import CORPUS_JSON, INDEX, SPACE_JSON, TeacherCache
@@ -230,7 +230,7 @@ class _Sweep:
             renamed = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
             os.rename(path, renamed)  # a temporary file from here on, even if a kill interrupts the rest
             shutil.rmtree(renamed)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 def _bytes(path: Path) -> int:

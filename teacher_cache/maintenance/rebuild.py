@@ -24,7 +24,7 @@ from teacher_cache.maintenance.repair import move_to_damaged
 from teacher_cache.maintenance.walk import manifest_faults, pair_texts, read_shard, shard_files, valid_vectors
 from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.column import Column
-from teacher_cache.storage.files import TEMPORARY_SUFFIX, sync_folder
+from teacher_cache.storage.files import TEMPORARY_SUFFIX, sync_path
 from teacher_cache.storage.index import Change, Index, ShardRecord, shard_key
 from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
@@ -104,10 +104,10 @@ def reindex(path: str | Path, *, report: Callable[[int, int], None] = lambda don
             rebuild.corpora()
         finally:
             index.close()
-        sync_folder(new)
+        sync_path(new)
         rebuild.result.old = move_to_damaged(path, path / INDEX)
         os.rename(new, path / INDEX)
-        sync_folder(path)
+        sync_path(path)
         return rebuild.result
     finally:
         shutil.rmtree(new, ignore_errors=True)

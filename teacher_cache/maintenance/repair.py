@@ -23,7 +23,7 @@ from teacher_cache.maintenance.check import Check, Damage
 from teacher_cache.maintenance.metadata import restore_metadata
 from teacher_cache.maintenance.walk import domain_fault, key_matrix, read_shard
 from teacher_cache.storage.column import Column
-from teacher_cache.storage.files import make_folder, sync_folder
+from teacher_cache.storage.files import make_folder, sync_path
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.manifest import CorpusRecord, domain_numbers, writing_domains, writing_manifest
 from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
@@ -128,8 +128,8 @@ def move_to_damaged(cache: Path, path: Path, *, copy: bool = False) -> str:
         shutil.copyfile(path, target)
     else:
         shutil.move(path, target)
-        sync_folder(path.parent)
-    sync_folder(target.parent)
+        sync_path(path.parent)
+    sync_path(target.parent)
     return str(target.relative_to(cache))
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b, file_digest
@@ -15,10 +16,10 @@ DISK_FULL_HINT = "what was committed before is intact: free some space and run t
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Any]:
-    """A binary file that replaces `path` when the block ends, and is removed if it raises.
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path for a file or folder that replaces `path` when the block ends, and is removed if it raises.
 
-    Data and folder entry are durable after the block.
+    Data and folder entries are durable after the block.
 
     Raises:
         DiskFull: no space is left; nothing was replaced.
@@ -26,18 +27,26 @@ def atomic_write(path: Path) -> Iterator[Any]:
     make_folder(path.parent)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        for part in [temporary, *temporary.rglob("*")]:
+            sync_path(part)
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync_path(path.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(f"no space left on the disk of {path.parent}; {DISK_FULL_HINT}") from error
         raise
     finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Any]:
+    """A binary file that replaces `path` as in `atomic_path`."""
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        yield file
 
 
 def make_folder(folder: Path) -> None:
@@ -45,12 +54,12 @@ def make_folder(folder: Path) -> None:
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the entries of a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Make the content of a file, or the entries of a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.storage.chunks import BLOBS, Bytes, NumberCodec, Rows, codec_from, crc32c
-from teacher_cache.storage.files import atomic_write, sync_folder
+from teacher_cache.storage.files import atomic_write, sync_path
 from teacher_cache.storage.shard_files import (
     EMPTY,
     OpenShard,
@@ -162,7 +162,7 @@ class ShardedArray:
         metadata = (folder / "zarr.json").read_bytes()
         with atomic_write(folder / "zarr.json") as file:  # zarr-python does not fsync it
             file.write(metadata)
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
         return cls(folder)
 
     def __getstate__(self) -> dict[str, Any]:

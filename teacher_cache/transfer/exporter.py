@@ -1,10 +1,8 @@
 """Export of one embedding space with its texts, in a format of other tools."""
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +14,7 @@ import numpy.typing as npt
 
 from teacher_cache.building.build import Progress
 from teacher_cache.errors import CacheError, MissingDependency, MissingRows
-from teacher_cache.storage.files import TEMPORARY_SUFFIX, make_folder, sync_folder
+from teacher_cache.storage.files import atomic_path
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.intake import CheckedReader, checked_texts
 from teacher_cache.table.view import SpaceView
@@ -89,8 +87,10 @@ def export(
         if not rows.exported:
             raise CacheError(f"space {view.slug} of {cache} has no vector for these texts: nothing to export")
         origin = Origin(view.space, view.record.storage, corpus, view.worst_error())
-        with _atomic_output(output) as target:
+        with atomic_path(output) as target:
             module.write(target, _blocks(table, view, rows, origin.dtype, report), origin, rows.exported)
+            if os.path.lexists(output):
+                raise CacheError(f"{output} was created meanwhile; choose another name")
         return ExportReport(
             rows=rows.exported,
             dims=view.dims,
@@ -174,22 +174,3 @@ def _blocks(
             f"space {view.slug} changed while it was exported: it had {rows.exported} vectors, then {progress.done}; "
             "export it again"
         )
-
-
-@contextmanager
-def _atomic_output(output: Path) -> Iterator[Path]:
-    """A path for a file or folder that is durably renamed to `output` when the block ends, and removed if it raises."""
-    make_folder(output.parent)
-    temporary = output.with_name(f"{output.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    try:
-        yield temporary
-        for path in [temporary, *temporary.rglob("*")]:
-            sync_folder(path)  # fsync takes files and folders alike
-        if os.path.lexists(output):
-            raise CacheError(f"{output} was created meanwhile; choose another name")
-        os.rename(temporary, output)
-        sync_folder(output.parent)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        temporary.unlink(missing_ok=True)

@@ -298,7 +298,7 @@ def test_rows_after_a_gap_of_texts_and_keys_are_indexed(path: Path) -> None:
 # Kills and other processes
 
 COMMIT, RENAME = "teacher_cache.storage.index:Index.commit", "os:rename"
-SYNC_FOLDER = "teacher_cache.maintenance.rebuild:sync_folder"
+SYNC_FOLDER = "teacher_cache.maintenance.rebuild:sync_path"
 
 
 @pytest.mark.parametrize("lost", [True, False])
