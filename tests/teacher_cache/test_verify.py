@@ -11,16 +11,22 @@ import numpy as np
 import pytest
 
 from teacher_cache.errors import CacheNotFound, DamagedCache, SpaceMismatch, SpaceNotFound
+from teacher_cache.maintenance import check
 from teacher_cache.maintenance.check import CheckReport, verify
+from teacher_cache.maintenance.gc import reclaim
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import repair
+from teacher_cache.maintenance.walk import ShardContents
 from teacher_cache.storage.codec import ENCODINGS
-from teacher_cache.storage.index import Change, ShardRecord, row_value, shard_key
+from teacher_cache.storage.index import Change, Index, ShardRecord, row_value, shard_key
+from teacher_cache.storage.shard_files import OpenShard
+from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
 from teacher_cache.table.cache import TeacherCache
-from teacher_cache.table.view import SpaceView
+from teacher_cache.table.view import SpaceRecord, SpaceView
 from teacher_cache.teachers import Encoded, TeacherOptions
 from teacher_cache.text_key import text_key
+from teacher_cache.transfer.convert import convert
 from tests.teacher_cache.damaged_caches import commit_shard, edit_manifest, flip, vector_shard
 from tests.teacher_cache.small_caches import TOY, built, numbered, teacher_vectors
 from tests.teacher_cache.toy_variants import Variant
@@ -160,6 +166,13 @@ def test_a_nan_with_another_digest_is_reported_as_both(path: Path) -> None:
         ("digest", 8),
         ("non_finite", 2),
     ]
+
+
+def test_a_wrong_length_with_another_digest_is_reported_as_another_digest_only(path: Path) -> None:
+    with TeacherCache.open(path) as cache:
+        view = cache.space()
+        view.vectors.write_shard(1, view.encoding.store(2 * said(TEXTS[8:16])), np.ones(8, dtype=bool))
+    assert [damage.kind for damage in verify(path, deep=True).damage] == ["digest"]
 
 
 @pytest.mark.parametrize(("length", "fits"), [(1.0005, True), (0.9995, True), (1.1, False), (0.5, False)])
@@ -402,6 +415,53 @@ def test_a_check_beside_a_writer_finds_no_damage(tmp_path: Path) -> None:
     writer.join()
     assert len(reports) > 1
     assert [report.damage for report in reports if not report.ok] == []
+
+
+def test_a_shard_that_is_replaced_during_the_check_is_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(tmp_path, TEXTS)
+    open_shard, opened = ShardedArray.open_shard, []
+
+    def replace_first(array: ShardedArray, number: int) -> OpenShard:
+        if array.folder.name == "vectors.zarr" and number == 1:
+            opened.append(number)
+            if len(opened) == 1:
+                with TeacherCache.open(tmp_path / "cache", "r+") as cache:
+                    commit_vectors(cache.space(), 1, said(numbered(8)))
+        return open_shard(array, number)
+
+    monkeypatch.setattr(ShardedArray, "open_shard", replace_first)
+    assert verify(tmp_path / "cache", deep=True).damage == []
+    assert len(opened) == 2
+
+
+def test_a_space_that_is_converted_during_the_check_is_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(tmp_path, TEXTS)
+    arrays = []
+
+    def convert_first(cache: Path, index: Index, record: SpaceRecord) -> SpaceView:
+        arrays.append(record.array)
+        if len(arrays) == 1:
+            convert(cache, "float32")
+            reclaim(cache)
+        return SpaceView(cache, index, record)
+
+    monkeypatch.setattr(check, "SpaceView", convert_first)
+    assert verify(tmp_path / "cache", deep=True).damage == []
+    assert arrays == ["vectors.zarr", "vectors-float32.zarr"]
+
+
+def test_all_rows_are_lost_if_the_damaged_chunks_are_not_known(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flip(path / TEXT_ARRAY / "c/0", 20)
+
+    def all_read(array: ShardedArray, number: int, wanted: np.ndarray) -> ShardContents:
+        return ShardContents(array.empty(array.shard_rows), wanted, None)
+
+    monkeypatch.setattr(check, "read_shard", all_read)
+    assert [(damage.kind, damage.rows) for damage in verify(path, deep=True).damage] == [("damaged_shard", 8)]
 
 
 # With a teacher
