@@ -19,7 +19,7 @@ from distill.objectives.base import (
     TokenStates,
 )
 from distill.student.student import AttentionMaps, token_states
-from distill.training.targets import require_tokens
+from distill.training.targets import require_tokens, uses_pairs
 from teacher_cache.reading.stream import Batch
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.joint import JointSpace
@@ -86,7 +86,7 @@ class CachedLoss(nn.Module):
         self._check_processes()
         columns, needs = list(sentence_features), self.objective.needs
         rows = labels.detach().cpu().numpy().astype(np.int64)
-        paired = self.objective.views == "pair" and needs.views == 2
+        paired = uses_pairs(self.objective)
         if len(columns) != 1 + paired:
             raise StudentError(
                 f"the data set has {len(columns)} text columns; the objective needs {1 + paired}, and a column 'label' "
@@ -106,7 +106,11 @@ class CachedLoss(nn.Module):
 
     def _check_processes(self) -> None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_world_size() > 1 and any(True for _ in self.objective.parameters()):
+        if (
+            distributed
+            and torch.distributed.get_world_size() > 1
+            and next(self.objective.parameters(), None) is not None
+        ):
             raise ConfigError(
                 "sentence-transformers does not synchronize the parameters of a loss, so the objective's projections "
                 "would differ between processes; use one process, or `distill run`"

@@ -75,6 +75,8 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("training.rho=0.1", "no setting 'training.rho'; did you mean sharpness.rho?"),
         ("learning_rte=2e-4", "did you mean training.learning_rate?"),
         ("training.held_ot=1", "did you mean data.held_out?"),
+        ("data.batch_size=8", "did you mean training.per_device_train_batch_size?"),
+        ("epochs=3", "did you mean training.num_train_epochs?"),
         ("data.model=x", "did you mean teacher.model or student.model?"),
         ("zzz=1", "no setting 'zzz'; known here: cache, space, corpus"),
         ("training.max_steps=many", "training.max_steps is 'many'; expected int"),
