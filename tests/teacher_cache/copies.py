@@ -1,4 +1,4 @@
-"""Caches that are compared with their copies."""
+"""Comparison of caches with their copies."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def named(folder: Path, encoding: str) -> Path:
 
 
 def empty_cache(path: Path) -> Path:
-    """A cache of small shards without any text."""
+    """An empty cache with small shards."""
     TeacherCache.open(path, "a", shard_rows=SHARD_ROWS).close()
     return path
 
@@ -35,7 +35,7 @@ def jsonl(path: Path) -> list[Any]:
 
 
 def all_vectors(path: Path, space: str | None = None) -> dict[str, npt.NDArray[np.float32]]:
-    """Text -> vector of everything that a cache holds."""
+    """Text -> vector of a whole cache."""
     with TeacherCache.open(path) as cache:
         view = cache.space(space)
         rows = np.flatnonzero(view.present(np.arange(cache.rows)))
@@ -49,14 +49,14 @@ def same_vectors(path: Path, other: Path) -> bool:
 
 
 def worst_error(path: Path) -> float:
-    """Largest 1 - cos that the index admits of a stored vector."""
+    """Largest 1 - cos of a stored vector in the index."""
     with TeacherCache.open(path) as cache:
         view = cache.space()
         return max(record.worst_error for _, record in cache.index.iter_shards(view.array_name))
 
 
 def files(path: Path) -> dict[str, bytes]:
-    """Every file below a folder but the lock, whose text is about its latest owner."""
+    """All files in a folder except locks."""
     if not path.exists():
         return {}
     left_out = ("writer.lock", "lock.mdb")
@@ -70,7 +70,7 @@ def npy(folder: Path, vectors: npt.NDArray[Any], name: str = "vectors.npy") -> P
 
 
 def killed_until_done(command: Sequence[str], cache: Path, moments: random.Random, kills: int) -> int:
-    """Run a command, killing it a few times on its way; the cache verifies after each. How many kills hit it."""
+    """Run a command and kill it a few times, verifying the cache after each; returns how many kills hit it."""
     hit = 0
     for _ in range(kills):
         with subprocess.Popen(command) as process:

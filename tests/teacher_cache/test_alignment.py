@@ -1,4 +1,4 @@
-"""Tokens of one text cut in two ways, mapped onto each other."""
+"""Alignment of two tokenizations of one text."""
 
 from functools import cache
 from itertools import pairwise
@@ -25,7 +25,7 @@ def pieces(*spans: tuple[int, int], specials: bool = False) -> Pieces:
 
 
 def cut(*strings: str) -> tuple[str, Pieces]:
-    """A text and its tokens, the strings given."""
+    """A text made of these tokens, and the tokens."""
     ends = np.cumsum([0, *map(len, strings)]).tolist()
     return "".join(strings), pieces(*pairwise(ends))
 
@@ -50,7 +50,7 @@ def levenshtein(a: str, b: str) -> int:
 
 @st.composite
 def two_cuts(draw: st.DrawFn) -> tuple[str, Pieces, Pieces]:
-    """A text of few letters and spaces, cut in two ways; a piece may carry the space in front or leave it out."""
+    """A text of few letters and spaces and two tokenizations; a token may include spaces."""
     text = draw(st.text(alphabet="abC ", max_size=14))
 
     def one() -> Pieces:
@@ -69,7 +69,7 @@ def test_edit_distances_are_those_of_the_recursive_definition(ours: list[str], t
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_one_cut_maps_every_token_onto_itself(method: str) -> None:
+def test_equal_tokenizations_align_every_token_with_itself(method: str) -> None:
     text = "a few words more"
     both = pieces((0, 1), (1, 5), (5, 11), (11, 16), specials=True)
     found = align(text, both, both, method, lower=False)
@@ -78,26 +78,26 @@ def test_one_cut_maps_every_token_onto_itself(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_specials_meet_by_part_and_prompt_tokens_meet_nothing(method: str) -> None:
+def test_special_tokens_align_by_role_and_prompt_tokens_do_not_align(method: str) -> None:
     # Teacher: a prompt of two tokens, "sea", and a closing token. Student: [CLS] sea [SEP].
     teacher = np.array([[9, 0, 0, OTHER], [9, 0, 0, OTHER], [4, 0, 3, TEXT_TOKEN], [2, 0, 0, CLOSING]], np.int32)
     assert mapped(align("sea", teacher, pieces((0, 3), specials=True), method, lower=False)) == [(1, 2), (2, 3)]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_white_space_and_case_do_not_keep_tokens_apart(method: str) -> None:
-    # "▁The" "▁sea" against "the" "sea", with a lone "▁" in between that meets nothing.
+def test_white_space_and_case_do_not_prevent_alignment(method: str) -> None:
+    # "▁The" "▁sea" against "the" "sea", with a lone "▁" in between that is not aligned.
     teacher, student = pieces((0, 3), (3, 4), (4, 8)), pieces((0, 3), (5, 8))
     assert mapped(align("The  sea", teacher, student, method, lower=True)) == [(0, 0), (1, 2)]
     strict = align("The  sea", teacher, student, "dtw_strict", lower=False)
     assert mapped(strict) == [(0, 0), (1, 2)]
 
 
-def test_strict_pairs_want_the_same_case_where_the_student_knows_cases() -> None:
+def test_strict_pairs_need_equal_case_if_the_student_is_cased() -> None:
     text = "AB"
     same = align(text, pieces((0, 2)), pieces((0, 2)), "dtw_strict", lower=False)
     assert mapped(same) == [(0, 0)]
-    # Another text's token: the strings differ in case alone.
+    # Another text's token: the strings differ only in case.
     other = align("ABab", pieces((0, 2)), pieces((2, 4)), "dtw_strict", lower=False)
     assert mapped(other) == []
     assert mapped(align("ABab", pieces((0, 2)), pieces((2, 4)), "dtw_strict", lower=True)) == [(0, 0)]
@@ -109,20 +109,20 @@ def test_a_text_without_tokens_on_one_side_has_an_empty_alignment(method: str) -
     assert len(found.student) == len(found.teacher) == len(found.weight) == 0
 
 
-def test_offset_takes_the_pair_that_shares_most_on_both_sides() -> None:
+def test_offset_pairs_tokens_that_share_most_with_each_other() -> None:
     # un|believ|able against unbeliev|able: "unbeliev" shares 6 with "believ" and 2 with "un".
     assert mapped(aligned(("unbeliev", "able"), ("un", "believ", "able"), "offset")) == [(0, 1), (1, 2)]
 
 
-def test_offset_needs_choice_on_both_sides_and_takes_the_first_of_equals() -> None:
-    # The teacher's one token shares 2 with each of three: the first has it, the others have none.
+def test_offset_pairs_are_mutual_and_the_first_of_equals() -> None:
+    # The teacher's one token shares 2 with each of three: the first is paired, the others are not.
     assert mapped(aligned(("ab", "cd", "ef"), ("abcdef",), "offset")) == [(0, 0)]
     # "abc"|"d" and "a"|"bcd": "abc" and "bcd" choose each other.
     assert mapped(aligned(("abc", "d"), ("a", "bcd"), "offset")) == [(0, 1)]
 
 
-def test_offset_meets_the_first_of_the_pieces_of_one_character() -> None:
-    # A byte-level teacher cuts one character into three pieces that all cover it.
+def test_offset_takes_the_first_of_several_tokens_of_one_character() -> None:
+    # A byte-level teacher splits one character into three tokens that all cover it.
     assert mapped(
         align("日本", pieces((0, 1), (0, 1), (0, 1), (1, 2)), pieces((0, 1), (1, 2)), "offset", lower=False)
     ) == [
@@ -131,24 +131,24 @@ def test_offset_meets_the_first_of_the_pieces_of_one_character() -> None:
     ]
 
 
-def test_mined_types_map_a_repeated_string_at_its_first_occurrence_only() -> None:
+def test_mined_types_align_only_the_first_occurrence_of_a_string() -> None:
     found = aligned(("the", "cat", "the", "dog"), ("the", "cat", "the", "dog"), "mined_types")
     assert mapped(found) == [(0, 0), (1, 1), (3, 3)]
 
 
-def test_mined_types_fall_back_to_the_nearest_string_where_both_choose_it() -> None:
+def test_mined_types_pair_the_nearest_strings_if_mutual() -> None:
     # "river" has distance 2 to "riv" and 5 to "er": riv takes it, and river takes riv.
     assert mapped(aligned(("river", "bed"), ("riv", "er", "bed"), "mined_types")) == [(0, 0), (1, 2)]
 
 
-def test_mined_types_can_meet_across_the_text_and_offsets_cannot() -> None:
+def test_mined_types_can_pair_distant_tokens_and_offset_cannot() -> None:
     # The student's second "ab" is the teacher's last token by place, its first by string.
     ours, theirs = ("ab", "c", "abd"), ("abc", "ab", "d")
     assert (0, 1) in mapped(aligned(ours, theirs, "mined_types"))
     assert (0, 1) not in mapped(aligned(ours, theirs, "offset"))
 
 
-def test_mined_dp_leaves_the_fewest_edits() -> None:
+def test_mined_dp_has_the_fewest_edits() -> None:
     # river~riv 2 edits, "er" unmatched 2, bed = bed: 4. The other way, river~er: 3 edits and "riv" 3.
     assert mapped(aligned(("river", "bed"), ("riv", "er", "bed"), "mined_dp")) == [(0, 0), (1, 2)]
 
@@ -250,12 +250,12 @@ def test_weights_of_a_token_sum_to_1_and_tokens_are_paired_once(
 
 
 def strings(text: str, side: Pieces) -> dict[int, str]:
-    """Place among all tokens -> characters, of the tokens that have some."""
+    """Position -> characters of the tokens that have any."""
     found = {place: text[start:end].strip() for place, (_, start, end, _) in enumerate(side.tolist())}
     return {place: string for place, string in found.items() if string}
 
 
-def test_matrices_of_a_batch_stand_where_the_padding_leaves_them() -> None:
+def test_matrices_of_a_batch_follow_the_padding() -> None:
     one, two = np.array([0, 1], np.int32), np.array([0], np.int32)
     batch = [Alignment(one, one, np.ones(2, np.float32)), Alignment(two, two, np.ones(1, np.float32))]
     student = np.array([[True, True, False], [True, False, False]])
@@ -267,7 +267,7 @@ def test_matrices_of_a_batch_stand_where_the_padding_leaves_them() -> None:
     assert dense_matrices([], np.zeros((0, 3), np.bool_), np.zeros((0, 4), np.bool_)).shape == (0, 3, 4)
 
 
-def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_method_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(TeacherError, match="unknown alignment 'nearest'; expected one of offset, mined_types"):
         align("a", pieces((0, 1)), pieces((0, 1)), "nearest", lower=False)
 
@@ -281,7 +281,7 @@ def test_a_real_tokenizer_is_aligned_with_single_characters(minilm: Path) -> Non
     (student,) = tokenize_with_offsets(AutoTokenizer.from_pretrained(minilm), [text])
     letters = pieces(*((place, place + 1) for place in range(len(text))), specials=True)
     found = align(text, letters, student, "offset", lower=True)
-    # Each word meets its first letter; specials meet specials.
+    # Each word is paired with its first letter, special tokens with special tokens.
     assert [text[letters[t, 1] : letters[t, 2]] for t in found.teacher.tolist()][1:-1] == [
         text[start] for _, start, _, role in student.tolist() if role == TEXT_TOKEN
     ]

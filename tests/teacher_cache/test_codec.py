@@ -1,4 +1,4 @@
-"""What a number format holds, and what it refuses to hold."""
+"""Encodings and the check of stored rows."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def check(*rows: list[float]) -> CheckedRows:
         ([2e-7, 8e-8, 0.0], "float16 would change it too much: 1 - cos"),
     ],
 )
-def test_a_row_that_the_format_cannot_hold_is_refused_with_the_reason(row: list[float], reason: str) -> None:
+def test_a_row_that_the_encoding_cannot_hold_is_quarantined_with_a_reason(row: list[float], reason: str) -> None:
     checked = check([0.6, 0.8, 0.0], row)
     assert list(checked.quarantined) == [1]
     assert checked.quarantined[1].startswith(reason)
@@ -85,7 +85,7 @@ def test_the_reported_error_agrees_with_an_independent_computation(vectors: np.n
         elements=st.floats(width=32) | st.sampled_from([0.0, 1e-8, 65504.0, 65520.0]),
     )
 )
-def test_every_row_is_either_refused_or_finite_and_close(vectors: np.ndarray) -> None:
+def test_every_row_is_either_quarantined_or_finite_and_close(vectors: np.ndarray) -> None:
     checked = check_rows(vectors, FLOAT16)
     for row, vector in enumerate(vectors):
         error = checked.cosine_error[row]
@@ -106,11 +106,11 @@ def test_rows_of_a_large_batch_keep_their_place() -> None:
     assert sorted(np.flatnonzero(np.isnan(checked.cosine_error)).tolist()) == [3, 1024, 2499]
 
 
-def test_no_rows_are_no_problem() -> None:
+def test_zero_rows_are_checked() -> None:
     assert check_rows(np.empty((0, 4), dtype=np.float32), FLOAT16).quarantined == {}
 
 
-def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_encoding_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(CacheError, match="'float17'; expected one of float16, float16-raw"):
         find_encoding("float17")
 
@@ -138,9 +138,7 @@ def test_int8_keeps_a_scale_for_each_64_numbers() -> None:
 
 @pytest.mark.parametrize("name", ENCODINGS)
 @given(data=st.data())
-def test_every_stored_row_is_within_the_bounds_of_its_format_and_every_other_is_refused(
-    name: str, data: st.DataObject
-) -> None:
+def test_every_stored_row_is_within_the_bounds_of_its_encoding(name: str, data: st.DataObject) -> None:
     encoding = ENCODINGS[name]
     numbers = st.floats(-1e5, 1e5, width=32)
     vectors = data.draw(arrays.arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 130)), elements=numbers))
@@ -165,11 +163,11 @@ def test_every_stored_row_is_within_the_bounds_of_its_format_and_every_other_is_
         ([0.0, 0.0], "zero vector"),
     ],
 )
-def test_no_format_stores_what_is_no_vector(name: str, row: list[float], reason: str) -> None:
+def test_no_encoding_stores_nan_infinity_or_zero_vectors(name: str, row: list[float], reason: str) -> None:
     assert check_rows(np.array([row], dtype=np.float32), ENCODINGS[name]).quarantined == {0: reason}
 
 
-def test_int8_refuses_scales_beyond_float16() -> None:
+def test_int8_quarantines_scales_beyond_float16() -> None:
     int8 = ENCODINGS["int8"]
     refused = check_rows(np.array([[9e6, 1.0], [1e-9, 1e-9]], dtype=np.float32), int8).quarantined
     assert refused[0].startswith("overflows int8")

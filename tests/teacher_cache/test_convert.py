@@ -1,4 +1,4 @@
-"""A space in another number format: from what is stored alone, all at once for readers, never from damage."""
+"""Conversion of a space to another encoding: without a teacher, atomic for readers, never from damage."""
 
 import json
 from itertools import pairwise
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("storage", [name for name in ENCODINGS if name != "float32"])
-def test_a_converted_space_holds_what_a_build_in_that_format_holds(path: Path, tmp_path: Path, storage: str) -> None:
+def test_a_converted_space_equals_a_build_in_that_encoding(path: Path, tmp_path: Path, storage: str) -> None:
     result = convert(path, storage)
     other = tmp_path / "other"
     built(other, TEXTS, storage=storage)
@@ -47,7 +47,7 @@ def test_a_converted_space_holds_what_a_build_in_that_format_holds(path: Path, t
     assert verify(path, deep=True).ok
 
 
-def test_a_conversion_asks_no_teacher_and_the_next_build_goes_on_in_its_format(path: Path, tmp_path: Path) -> None:
+def test_the_next_build_continues_in_the_new_encoding(path: Path, tmp_path: Path) -> None:
     convert(path, "int8")
     result = build(corpus_of(tmp_path, numbered(50)), TOY, path, name="more")
     assert (result.cached, result.encoded) == (43, 7)
@@ -59,8 +59,8 @@ def test_a_conversion_asks_no_teacher_and_the_next_build_goes_on_in_its_format(p
     assert verify(path, deep=True).ok
 
 
-def test_readers_that_are_open_keep_the_old_vectors_and_new_ones_see_the_new(path: Path) -> None:
-    """Until `gc`: also shards that they had not looked at before."""
+def test_open_readers_keep_the_old_vectors_and_new_readers_get_the_new(path: Path) -> None:
+    """Also shards that were not read before; until `gc`."""
     rows = np.arange(43)
     with TeacherCache.open(path) as cache:
         view = cache.space()
@@ -77,7 +77,7 @@ def test_readers_that_are_open_keep_the_old_vectors_and_new_ones_see_the_new(pat
     assert verify(path, deep=True).ok
 
 
-def test_there_and_back_again_adds_the_errors_up(path: Path) -> None:
+def test_errors_of_several_conversions_add_up(path: Path) -> None:
     errors = [convert(path, storage).worst_error for storage in ("float16", "int8", "float32")]
     assert all(first <= second for first, second in pairwise(errors))
     with TeacherCache.open(path) as cache:
@@ -88,11 +88,11 @@ def test_there_and_back_again_adds_the_errors_up(path: Path) -> None:
         assert not (cache.path / cache.space().array_name).is_symlink()
 
 
-def test_the_same_format_is_no_work(path: Path) -> None:
+def test_a_conversion_to_the_same_encoding_does_nothing(path: Path) -> None:
     assert convert(path, "float32").rows == 0
 
 
-def test_an_interrupted_conversion_changes_nothing_and_can_be_begun_again(
+def test_an_interrupted_conversion_changes_nothing_and_can_be_repeated(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = conversion._convert_shard
@@ -125,7 +125,7 @@ def test_damage_is_not_converted(path: Path) -> None:
         convert(path, "float16-raw")
 
 
-def test_a_vector_that_the_format_cannot_hold_stops_it(tmp_path: Path) -> None:
+def test_a_vector_that_the_encoding_cannot_hold_is_an_error(tmp_path: Path) -> None:
     built(tmp_path, TEXTS, teacher=TeacherOptions(model="toy", normalize=False), storage="float32")
     with TeacherCache.open(tmp_path / "cache", "a") as cache:
         vectors = teacher_vectors(TEXTS[3:4]) * 1e6
@@ -147,7 +147,7 @@ def test_zarr_and_numpy_alone_read_int8_vectors(path: Path) -> None:
 
 @pytest.mark.parametrize("storage", [name for name in ENCODINGS if name != "int8"])
 def test_vectors_that_were_int8_before_are_valid_in_any_encoding(tmp_path: Path, storage: str) -> None:
-    """Their lengths are off by more than the new format's own bound, and that is no damage."""
+    """Their lengths differ by more than the bound of the new encoding, which is not damage."""
     texts = numbered(400)
     built(tmp_path, texts, storage="int8")
     path = tmp_path / "cache"
@@ -181,7 +181,7 @@ def test_files_keep_the_older_names_of_encodings_and_both_are_accepted(tmp_path:
         assert cache.space().record.storage == name
 
 
-def test_a_missing_cache_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_cache_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(CacheNotFound):
         convert(tmp_path / "none", "float16-raw")
     assert list(tmp_path.iterdir()) == []

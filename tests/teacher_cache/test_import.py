@@ -1,4 +1,4 @@
-"""Vectors that were computed elsewhere come in; what does not belong together is refused."""
+"""Imports of exports and of vectors computed elsewhere, and their checks."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ from tests.teacher_cache.small_caches import (
     teacher_vectors,
 )
 
-# What a cache exported
+# Exports of a cache
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ texts_of_any_kind = st.text(st.characters(exclude_categories=["Cs"]), min_size=1
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(texts_of_any_kind, min_size=1, max_size=30), st.sampled_from(list(EXPORT_FORMATS)), st.integers(1, 9))
-def test_any_text_survives_the_way_out_and_back(texts: list[str], form: str, block: int) -> None:
+def test_any_text_survives_export_and_import(texts: list[str], form: str, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch, passing_folder() as name:
         folder = Path(name)
         patch.setattr(exporter, "BLOCK_RECORDS", block)
@@ -97,7 +97,7 @@ def test_any_text_survives_the_way_out_and_back(texts: list[str], form: str, blo
         assert same_vectors(folder / "a/cache", folder / "b")
 
 
-def test_an_import_fills_up_a_cache_that_has_some_of_it(tmp_path: Path) -> None:
+def test_an_import_adds_only_what_a_cache_lacks(tmp_path: Path) -> None:
     built(tmp_path / "a", RECORDS)
     export(tmp_path / "a/cache", tmp_path / "out", "npy", corpus="corpus")
     built(tmp_path / "b", ["own", *TEXTS[5:9]], name="own", storage="float16-raw")
@@ -130,7 +130,7 @@ def test_rows_in_any_order_are_written_one_shard_at_a_time(tmp_path: Path, monke
     assert np.array_equal(np.stack([held[text] for text in TEXTS]), teacher_vectors(TEXTS).astype(np.float16))
 
 
-def test_a_corpus_of_the_same_texts_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_corpus_of_the_same_texts_is_not_changed(tmp_path: Path) -> None:
     built(tmp_path / "a", RECORDS)
     export(tmp_path / "a/cache", tmp_path / "out", "npy", corpus="corpus")
     built(tmp_path / "b", RECORDS, teacher=dataclasses.replace(TOY, prompt="query: "))
@@ -141,7 +141,7 @@ def test_a_corpus_of_the_same_texts_stays_as_it_is(tmp_path: Path) -> None:
         assert cache.corpora() == before
 
 
-def test_another_corpus_of_that_name_is_replaced_only_when_it_is_named(tmp_path: Path) -> None:
+def test_another_corpus_of_that_name_is_replaced_only_if_named(tmp_path: Path) -> None:
     built(tmp_path / "a", RECORDS)
     export(tmp_path / "a/cache", tmp_path / "out", "npy", corpus="corpus")
     built(tmp_path / "b", TEXTS)
@@ -252,9 +252,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_what_does_not_belong_together_is_refused_and_leaves_nothing(
-    tmp_path: Path, exported: Path, fault: str
-) -> None:
+def test_an_inconsistent_source_is_an_error_and_writes_nothing(tmp_path: Path, exported: Path, fault: str) -> None:
     apply, error, message = BROKEN[fault]
     shutil.copytree(exported, tmp_path / "out")
     apply(tmp_path / "out")
@@ -268,7 +266,7 @@ def test_what_does_not_belong_together_is_refused_and_leaves_nothing(
     assert files(tmp_path / "cache") == before
 
 
-def test_an_export_says_itself_what_it_is(tmp_path: Path, exported: Path) -> None:
+def test_an_export_needs_no_description(tmp_path: Path, exported: Path) -> None:
     for options in ({"teacher": "mine"}, {"fields": {"prompt": "x"}}):
         with pytest.raises(CorpusError, match=r"describes its vectors .* leave `teacher` and `fields` out"):
             import_vectors(exported, tmp_path / "cache", **options)
@@ -276,7 +274,7 @@ def test_an_export_says_itself_what_it_is(tmp_path: Path, exported: Path) -> Non
         import_vectors(exported, tmp_path / "cache", corpus=corpus_of(tmp_path, TEXTS))
 
 
-def test_another_vector_for_a_known_text_is_refused_and_changes_nothing(tmp_path: Path, exported: Path) -> None:
+def test_a_different_vector_for_a_known_text_is_an_error_and_writes_nothing(tmp_path: Path, exported: Path) -> None:
     built(tmp_path, ["own", TEXTS[6]], name="own")
     before = files(tmp_path / "cache")
     shutil.copytree(exported, tmp_path / "out")
@@ -286,11 +284,11 @@ def test_another_vector_for_a_known_text_is_refused_and_changes_nothing(tmp_path
     assert files(tmp_path / "cache") == before
 
 
-# Vectors that people already have
+# Vectors computed elsewhere
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", ">f4"])
-def test_vectors_beside_a_corpus_become_a_space_of_their_own(tmp_path: Path, dtype: str) -> None:
+def test_vectors_of_a_corpus_become_a_new_space(tmp_path: Path, dtype: str) -> None:
     vectors = teacher_vectors(RECORDS)
     report = import_vectors(
         npy(tmp_path, np.asfortranarray(vectors.astype(dtype))),
@@ -308,7 +306,7 @@ def test_vectors_beside_a_corpus_become_a_space_of_their_own(tmp_path: Path, dty
     assert verify(tmp_path / "cache", deep=True).ok
 
 
-def test_an_imported_space_is_never_one_that_a_build_fills(tmp_path: Path) -> None:
+def test_an_imported_space_never_equals_a_built_one(tmp_path: Path) -> None:
     assert "imported" not in BACKENDS
     space = resolve(TOY).space
     stated = {
@@ -336,7 +334,7 @@ def test_an_imported_space_is_never_one_that_a_build_fills(tmp_path: Path) -> No
     assert built(tmp_path, TEXTS).encoded == 20
 
 
-def test_each_foreign_teacher_has_a_space_of_its_own() -> None:
+def test_each_foreign_teacher_has_its_own_space() -> None:
     def of(teacher: str, **fields: Any) -> EmbeddingSpace:
         return foreign_space(teacher, fields, dims=4, unit_length=True)
 
@@ -356,12 +354,12 @@ def test_each_foreign_teacher_has_a_space_of_its_own() -> None:
         ({"normalize": "false"}, "normalize=false: the vectors all have unit length"),
     ],
 )
-def test_a_field_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_an_invalid_field_is_an_error(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(CorpusError, match=message):
         foreign_space("a", fields, dims=4, unit_length=True)
 
 
-def test_lengths_are_kept_and_seen(tmp_path: Path) -> None:
+def test_lengths_are_kept_and_measured(tmp_path: Path) -> None:
     vectors = teacher_vectors(TEXTS) * np.linspace(0.5, 40, 20)[:, None]
     source, corpus = npy(tmp_path, vectors), corpus_of(tmp_path, TEXTS)
     with pytest.raises(CorpusError, match="normalize=true: the vectors do not all have unit length"):
@@ -374,7 +372,7 @@ def test_lengths_are_kept_and_seen(tmp_path: Path) -> None:
     assert np.allclose(lengths, np.linspace(0.5, 40, 20), rtol=1e-3)
 
 
-def test_vectors_of_pairs_come_one_text_after_the_other(tmp_path: Path) -> None:
+def test_vectors_of_pairs_follow_the_texts(tmp_path: Path) -> None:
     pairs = [("a", "b"), ("c", "a")]
     import_vectors(
         npy(tmp_path, teacher_vectors(["a", "b", "c", "a"])),
@@ -388,7 +386,7 @@ def test_vectors_of_pairs_come_one_text_after_the_other(tmp_path: Path) -> None:
         assert np.array_equal(cache.space().gather(rows[:, 1]), teacher_vectors(["b", "a"]).astype(np.float16))
 
 
-def test_a_source_that_cannot_be_an_import_is_refused_with_what_it_should_be(tmp_path: Path) -> None:
+def test_an_unusable_source_is_an_error_that_says_what_is_expected(tmp_path: Path) -> None:
     vectors = npy(tmp_path, teacher_vectors(TEXTS))
     with pytest.raises(CorpusError, match="has only vectors: name the files of their texts with `corpus`"):
         import_vectors(vectors, tmp_path / "cache", teacher="a")
@@ -412,7 +410,7 @@ def test_a_source_that_cannot_be_an_import_is_refused_with_what_it_should_be(tmp
     assert not (tmp_path / "cache").exists()
 
 
-def test_records_that_a_corpus_skips_are_named_when_the_counts_differ(tmp_path: Path) -> None:
+def test_skipped_records_are_counted_if_texts_and_vectors_differ_in_number(tmp_path: Path) -> None:
     path = tmp_path / "texts.txt"
     path.write_text("one\n\ntwo\n")
     with pytest.raises(CorpusError, match=r"3 vectors for 2 texts \(1 more records were skipped as empty\)"):
@@ -421,7 +419,7 @@ def test_records_that_a_corpus_skips_are_named_when_the_counts_differ(tmp_path: 
         )
 
 
-def test_two_records_of_one_text_may_differ_by_rounding_alone(tmp_path: Path) -> None:
+def test_records_of_one_text_may_differ_only_by_rounding(tmp_path: Path) -> None:
     vectors = teacher_vectors(RECORDS)
     noise = np.random.default_rng(0).normal(size=vectors.shape) * 2.0**-9 / np.sqrt(32)
     close = npy(tmp_path, vectors + noise, "close.npy")
@@ -440,7 +438,7 @@ def test_two_records_of_one_text_may_differ_by_rounding_alone(tmp_path: Path) ->
     assert not (tmp_path / "d").exists()
 
 
-def test_a_vector_that_the_format_cannot_hold_is_quarantined_and_lifted_by_a_sound_one(tmp_path: Path) -> None:
+def test_an_invalid_vector_is_quarantined_until_a_valid_one_is_imported(tmp_path: Path) -> None:
     vectors = teacher_vectors(TEXTS) * 3
     vectors[4] = 1e6
     vectors[5] = 0
@@ -468,7 +466,7 @@ def arrow_lists(kind: str, vectors: npt.NDArray[Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["float", "double", "half", "large"])
-def test_any_parquet_file_or_dataset_of_texts_and_vectors_is_taken(tmp_path: Path, kind: str) -> None:
+def test_any_parquet_file_or_dataset_of_texts_and_vectors_is_imported(tmp_path: Path, kind: str) -> None:
     import datasets
     import pyarrow
     import pyarrow.parquet
@@ -503,7 +501,7 @@ def test_any_parquet_file_or_dataset_of_texts_and_vectors_is_taken(tmp_path: Pat
         ([], "holds no rows"),
     ],
 )
-def test_lists_that_are_no_matrix_are_refused(tmp_path: Path, lists: list[Any], message: str) -> None:
+def test_lists_that_are_not_a_matrix_are_an_error(tmp_path: Path, lists: list[Any], message: str) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -515,7 +513,7 @@ def test_lists_that_are_no_matrix_are_refused(tmp_path: Path, lists: list[Any], 
     assert not (tmp_path / "cache").exists()
 
 
-def test_row_groups_of_several_widths_are_no_matrix(tmp_path: Path) -> None:
+def test_row_groups_of_different_widths_are_an_error(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -526,7 +524,7 @@ def test_row_groups_of_several_widths_are_no_matrix(tmp_path: Path) -> None:
         import_vectors(tmp_path / "x.parquet", tmp_path / "cache", teacher="t")
 
 
-def test_a_parquet_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_parquet_file_is_an_error(tmp_path: Path) -> None:
     built(tmp_path, TEXTS)
     export(tmp_path / "cache", tmp_path / "x.parquet", "parquet")
     body = bytearray((tmp_path / "x.parquet").read_bytes())
@@ -535,11 +533,11 @@ def test_a_parquet_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
         import_vectors(tmp_path / "x.parquet", tmp_path / "b")
 
 
-# Cut off
+# Interruption
 
 
 @pytest.mark.parametrize("shard", [0, 1, 2])
-def test_an_import_that_is_cut_off_goes_on(
+def test_an_interrupted_import_resumes(
     tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, shard: int
 ) -> None:
     path = empty_cache(tmp_path / "cache")
@@ -585,7 +583,7 @@ importer.import_vectors(source, cache)
 
 
 @pytest.mark.slow
-def test_an_import_killed_at_any_moment_loses_only_what_was_not_committed(tmp_path: Path) -> None:
+def test_an_import_killed_at_any_moment_loses_only_uncommitted_data(tmp_path: Path) -> None:
     texts = numbered(3000)
     built(tmp_path / "a", texts)
     export(tmp_path / "a/cache", tmp_path / "out", "npy", corpus="corpus")
@@ -607,7 +605,7 @@ def test_an_import_killed_at_any_moment_loses_only_what_was_not_committed(tmp_pa
     st.integers(1, 7),
     st.sampled_from([np.int64, np.uint64]),
 )
-def test_places_come_in_order_of_value_and_each_once(
+def test_sorted_windows_yield_each_position_once_in_order_of_value(
     values: list[int], window: int, scanned: int, kind: type[np.integer[Any]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -618,7 +616,7 @@ def test_places_come_in_order_of_value_and_each_once(
     assert all(values[group[-1]] // window == values[group[0]] // window for group in groups)
 
 
-def test_vectors_agree_up_to_the_rounding_of_bfloat16() -> None:
+def test_vectors_are_equal_up_to_the_rounding_of_bfloat16() -> None:
     # 1 - cos of (1, 0) and (1, t) is 1 - 1 / sqrt(1 + t^2), about t^2 / 2: 5e-4 and 2e-3.
     held = np.array([[1.0, 0.0]] * 6, dtype=np.float32)
     given_ = np.array([[1, 0], [1, 0.0316], [1, 0.0632], [1.04, 0], [1.06, 0], [0, 0]], dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The index: what it promises, grows, and shares between readers, writers, threads and processes."""
+"""The index: commits, growth, and use by several readers, threads and processes."""
 
 import multiprocessing
 import os
@@ -65,7 +65,7 @@ def test_a_known_key_has_its_row_and_an_unknown_one_minus_one(writer: Index) -> 
     assert writer.key_count() == 3
 
 
-def test_shard_records_come_by_number_and_by_array_name(writer: Index) -> None:
+def test_shard_records_are_found_by_array_name_and_number(writer: Index) -> None:
     names = [("a", 300), ("a", 2), ("ab", 0), ("a/b", 1)]
     writer.commit([Change("shards", shard_key(name, number), record(number)) for name, number in names])
     assert {number: found.size for number, found in writer.iter_shards("a")} == {2: 2, 300: 300}
@@ -83,14 +83,14 @@ def shards_of(array: str, numbers: Iterable[int]) -> list[Change]:
 
 
 @pytest.mark.parametrize("count", [0, 255, 256, 257, 600])
-def test_walking_over_shards_takes_all_of_one_array(writer: Index, count: int) -> None:
+def test_iter_shards_returns_all_records_of_one_array(writer: Index, count: int) -> None:
     numbers = [3 * number for number in range(count)]
     for array in ("a", "b", "c"):
         writer.commit(shards_of(array, numbers))
     assert [(number, found.size) for number, found in writer.iter_shards("b")] == [(n, n) for n in numbers]
 
 
-def test_walking_over_shards_holds_up_no_writer_and_may_see_what_it_wrote(writer: Index) -> None:
+def test_iter_shards_does_not_block_a_writer_and_may_see_its_commits(writer: Index) -> None:
     writer.commit(shards_of("a", range(300)))
     reader = Index(writer.folder, writable=False)
     walk = reader.iter_shards("a")
@@ -102,7 +102,7 @@ def test_walking_over_shards_holds_up_no_writer_and_may_see_what_it_wrote(writer
         assert [number for number, _ in reader.iter_shards("a")][-1] == 300
 
 
-def test_quarantined_rows_have_their_reason_and_can_be_freed(writer: Index) -> None:
+def test_quarantined_rows_have_a_reason_and_can_be_released(writer: Index) -> None:
     writer.commit([Change("quarantine", quarantine_key("s", row), b"NaN") for row in (70_000, 3)])
     assert writer.quarantined("s") == {3: "NaN", 70_000: "NaN"}
     assert writer.quarantined("s", range(4, 70_001)) == {70_000: "NaN"}
@@ -111,12 +111,12 @@ def test_quarantined_rows_have_their_reason_and_can_be_freed(writer: Index) -> N
     assert writer.quarantined("s") == {70_000: "NaN"}
 
 
-# Keys of which many begin with the same bytes, in no order.
+# Keys in random order; many begin with the same bytes.
 some_keys = st.builds(lambda head, tail: bytes([head]) * 12 + bytes([tail]) * 4, st.integers(0, 3), st.integers(0, 9))
 
 
 @given(st.lists(st.lists(some_keys, max_size=12), max_size=4), st.lists(some_keys, max_size=10))
-def test_keys_get_rows_in_the_order_given_and_the_table_ends_with_the_last(
+def test_keys_get_rows_in_order_and_the_last_key_is_the_last_row(
     batches: list[list[bytes]], asked: list[bytes]
 ) -> None:
     expected: dict[bytes, int] = {}
@@ -191,7 +191,7 @@ def test_readers_and_a_writer_share_one_process(tmp_path: Path, writer: Index) -
     assert before.key_count() == 4
 
 
-def test_an_index_made_anew_at_the_same_place_is_another_one(tmp_path: Path, writer: Index) -> None:
+def test_an_index_recreated_at_the_same_path_is_a_new_index(tmp_path: Path, writer: Index) -> None:
     writer.commit(keys(0, 3))
     (tmp_path / "index.lmdb").rename(tmp_path / "old")
     new = Index(tmp_path / "index.lmdb", writable=True)
@@ -199,7 +199,7 @@ def test_an_index_made_anew_at_the_same_place_is_another_one(tmp_path: Path, wri
     assert (writer.key_count(), new.key_count()) == (3, 1)
 
 
-def test_a_reader_does_not_write_and_neither_does_a_closed_writer(tmp_path: Path, writer: Index) -> None:
+def test_a_reader_and_a_closed_writer_cannot_write(tmp_path: Path, writer: Index) -> None:
     with pytest.raises(CacheError, match='is read-only; open the cache with mode "a"'):
         Index(tmp_path / "index.lmdb", writable=False).commit(keys(0, 1))
     writer.close()
@@ -218,7 +218,7 @@ def test_a_snapshot_does_not_see_what_is_committed_meanwhile(tmp_path: Path, wri
     assert reader.key_count() == 2
 
 
-def test_a_transaction_that_fails_leaves_nothing(writer: Index) -> None:
+def test_a_failed_transaction_changes_nothing(writer: Index) -> None:
     with pytest.raises(CacheError, match="could not commit"):
         writer.commit([*keys(0, 3), Change("keys", b"", b"an empty key is not allowed")])
     assert writer.key_count() == 0
@@ -233,7 +233,7 @@ def test_a_transaction_that_fails_leaves_nothing(writer: Index) -> None:
         lmdb.Error(f"mdb_txn_commit: {os.strerror(122)}"),
     ],
 )
-def test_a_full_disk_is_told_as_such(writer: Index, monkeypatch: pytest.MonkeyPatch, error: lmdb.Error) -> None:
+def test_a_full_disk_is_reported(writer: Index, monkeypatch: pytest.MonkeyPatch, error: lmdb.Error) -> None:
     def fail(*arguments: object) -> None:
         raise error
 
@@ -272,7 +272,7 @@ def test_threads_read_while_one_writes_and_the_map_grows(tmp_path: Path, monkeyp
     assert writer.key_count() == 5001
 
 
-def test_a_forked_child_reads_with_a_handle_of_its_own(tmp_path: Path, writer: Index) -> None:
+def test_a_forked_child_opens_its_own_handle(tmp_path: Path, writer: Index) -> None:
     writer.commit(keys(0, 3))
     reader = Index(tmp_path / "index.lmdb", writable=False)
     assert reader.key_count() == 3
@@ -284,11 +284,11 @@ def test_a_forked_child_reads_with_a_handle_of_its_own(tmp_path: Path, writer: I
         finally:
             os._exit(0 if mine else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    writer.commit(keys(3, 4))  # the parent's handle outlives the child's closing
+    writer.commit(keys(3, 4))  # the parent's handle is still open after the child closed its copy
     assert reader.key_count() == 4
 
 
-def test_readers_beyond_the_room_of_the_lock_file_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_readers_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "MAX_READERS", 1)
     writer = Index(tmp_path / "index.lmdb", writable=True)
     writer.commit(keys(0, 1))
@@ -299,7 +299,7 @@ def test_readers_beyond_the_room_of_the_lock_file_are_told(tmp_path: Path, monke
 
 
 def test_a_fork_waits_for_reads_of_other_threads(writer: Index) -> None:
-    """The child closes its copy of the handle, and would strike their transactions off the table of readers."""
+    """The child closes its copy of the handle, which would remove their transactions from the reader table."""
     reader = Index(writer.folder, writable=False)
     inside, done = threading.Event(), threading.Event()
 
@@ -319,7 +319,7 @@ def test_a_fork_waits_for_reads_of_other_threads(writer: Index) -> None:
     thread.join()
 
 
-def test_an_index_that_was_cut_short_is_damage(tmp_path: Path, writer: Index) -> None:
+def test_a_truncated_index_is_damage(tmp_path: Path, writer: Index) -> None:
     writer.commit(keys(0, 50_000))
     writer.close()
     data = tmp_path / "index.lmdb" / "data.mdb"
@@ -328,11 +328,11 @@ def test_an_index_that_was_cut_short_is_damage(tmp_path: Path, writer: Index) ->
         Index(tmp_path / "index.lmdb", writable=False).rows()
 
 
-def test_damaged_pages_are_told_while_reading(tmp_path: Path, writer: Index) -> None:
+def test_damaged_pages_are_reported_while_reading(tmp_path: Path, writer: Index) -> None:
     writer.commit(keys(0, 50_000))
     writer.close()
     data = tmp_path / "index.lmdb" / "data.mdb"
-    with open(data, "r+b") as file:  # all pages but the two that say where the roots are
+    with open(data, "r+b") as file:  # all pages but the two meta pages
         file.seek(8192)
         file.write(b"\xff" * (data.stat().st_size - 8192))
     with pytest.raises(DamagedCache, match=r"cannot be (opened|read): .*`tcache reindex`"):
@@ -347,7 +347,7 @@ def test_a_pickled_index_opens_for_reading(writer: Index) -> None:
         copy.commit([])
 
 
-def test_a_missing_index_is_no_cache_and_garbage_is_damage(tmp_path: Path) -> None:
+def test_a_missing_index_is_not_a_cache_and_garbage_is_damage(tmp_path: Path) -> None:
     with pytest.raises(CacheNotFound, match="no index at"):
         Index(tmp_path / "nowhere", writable=False).rows()
     (tmp_path / "garbage").mkdir()
@@ -370,7 +370,7 @@ def sealed_copy(source: Index, folder: Path, cache: str = "this cache") -> Index
 
 
 @pytest.mark.parametrize("at_a_time", [1000, 3000, 2**18])
-def test_a_sealed_copy_answers_as_its_source_does(
+def test_a_sealed_copy_returns_the_same_as_its_source(
     tmp_path: Path, writer: Index, monkeypatch: pytest.MonkeyPatch, at_a_time: int
 ) -> None:
     monkeypatch.setattr(index_module, "SEALED_AT_A_TIME", at_a_time)
@@ -400,12 +400,12 @@ def test_a_sealed_copy_has_full_pages_and_no_lock(tmp_path: Path, writer: Index)
     copy = sealed_copy(writer, tmp_path / "index.sealed")
     assert copy.find(made[-2:]).tolist() == [99_998, 99_999]
     assert [file.name for file in (tmp_path / "index.sealed").iterdir()] == ["data.mdb"]
-    # 16 of key, 8 of row, 8 of node, 2 of its place: 34 bytes, and the page's head and the branches.
+    # 16 of key, 8 of row, 8 of node, 2 of its offset: 34 bytes, and page headers and branch pages.
     assert (tmp_path / "index.sealed" / "data.mdb").stat().st_size < 36 * 100_000
     assert (tmp_path / "index.lmdb" / "data.mdb").stat().st_size > 50 * 100_000
 
 
-def test_a_sealed_copy_does_not_know_what_came_later_and_says_how_old_it_is(tmp_path: Path, writer: Index) -> None:
+def test_a_sealed_copy_lacks_later_commits_and_reports_its_age(tmp_path: Path, writer: Index) -> None:
     writer.commit([], keys=[key(0)])
     copy = sealed_copy(writer, tmp_path / "index.sealed")
     writer.commit([], keys=[key(1)], first_row=1)
@@ -414,7 +414,7 @@ def test_a_sealed_copy_does_not_know_what_came_later_and_says_how_old_it_is(tmp_
     assert writer.as_of == ""
 
 
-def test_a_sealed_copy_that_was_cut_short_is_damage(tmp_path: Path, writer: Index) -> None:
+def test_a_truncated_sealed_copy_is_damage(tmp_path: Path, writer: Index) -> None:
     writer.commit(keys(0, 50_000))
     copy = sealed_copy(writer, tmp_path / "index.sealed")
     os.truncate(tmp_path / "index.sealed" / "data.mdb", 2**20)
@@ -422,14 +422,14 @@ def test_a_sealed_copy_that_was_cut_short_is_damage(tmp_path: Path, writer: Inde
         copy.rows()
 
 
-def test_a_sealed_copy_of_another_cache_is_refused_each_time(tmp_path: Path, writer: Index) -> None:
+def test_a_sealed_copy_of_another_cache_is_an_error_each_time(tmp_path: Path, writer: Index) -> None:
     copy = sealed_copy(writer, tmp_path / "index.sealed", cache="that cache")
     for _ in range(2):
         with pytest.raises(CacheError, match=r"belongs to another cache \(id that cache, expected this cache\)"):
             copy.rows()
 
 
-def test_a_sealed_copy_is_not_written_to_nor_sealed_again(tmp_path: Path, writer: Index) -> None:
+def test_a_sealed_copy_cannot_be_written_or_sealed_again(tmp_path: Path, writer: Index) -> None:
     copy = sealed_copy(writer, tmp_path / "index.sealed")
     with pytest.raises(CacheError, match="is read-only"):
         copy.commit([])
@@ -438,9 +438,7 @@ def test_a_sealed_copy_is_not_written_to_nor_sealed_again(tmp_path: Path, writer
     assert not (tmp_path / "again.mdb").exists()
 
 
-def test_a_full_disk_while_sealing_is_told_as_such(
-    tmp_path: Path, writer: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_while_sealing_is_reported(tmp_path: Path, writer: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise lmdb.DiskError("mdb_txn_commit", 28)
 
@@ -455,13 +453,13 @@ def test_an_index_out_of_order_is_not_sealed(tmp_path: Path, writer: Index, monk
         sealed_copy(writer, tmp_path / "index.sealed")
 
 
-def test_a_pickled_sealed_copy_stays_one(tmp_path: Path, writer: Index) -> None:
+def test_a_pickled_sealed_copy_is_still_sealed(tmp_path: Path, writer: Index) -> None:
     writer.commit([], keys=[key(0)])
     copy = pickle.loads(pickle.dumps(sealed_copy(writer, tmp_path / "index.sealed")))
     assert copy.find([key(0)]).tolist() == [0]
     assert copy.as_of
 
 
-def test_without_a_sealed_copy_the_message_says_how_to_make_one(tmp_path: Path) -> None:
+def test_a_missing_sealed_copy_names_the_command_that_makes_one(tmp_path: Path) -> None:
     with pytest.raises(CacheNotFound, match=r"no sealed copy of the index at .*`tcache seal` makes one"):
         Index(tmp_path / "index.sealed", writable=False, sealed_copy_of="x").rows()

@@ -1,4 +1,4 @@
-"""One writer per cache, told apart from a dead one."""
+"""One writer per cache; a killed writer leaves no stale lock."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ def holder(path: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_writer_is_told_who_holds_the_cache_and_since_when(tmp_path: Path) -> None:
+def test_a_second_writer_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     with holder(tmp_path / "cache") as owner:
         who = f"process {owner.pid} on {re.escape(socket.gethostname())} since 20[0-9T:+-]+"
         with pytest.raises(CacheLocked, match=f"cache is being written by {who}; wait for it"):
@@ -44,7 +44,7 @@ def test_a_second_writer_is_told_who_holds_the_cache_and_since_when(tmp_path: Pa
     TeacherCache.open(tmp_path / "cache", "a").close()
 
 
-def test_the_lock_of_a_killed_writer_is_taken_over_with_a_notice(
+def test_the_lock_of_a_killed_writer_is_taken_over_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with holder(tmp_path / "cache") as owner:
@@ -54,21 +54,21 @@ def test_the_lock_of_a_killed_writer_is_taken_over_with_a_notice(
     assert f"took over the writer lock of process {owner.pid} on" in caplog.text
 
 
-def test_a_lock_given_back_is_taken_without_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_released_lock_is_taken_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         WriterLock(tmp_path / "lock").release()
     assert caplog.text == ""
 
 
-def test_a_lock_is_held_against_the_same_process_too(tmp_path: Path) -> None:
+def test_a_lock_also_excludes_the_same_process(tmp_path: Path) -> None:
     with TeacherCache.open(tmp_path / "cache", "a"):
         with pytest.raises(CacheLocked, match=f"process {os.getpid()} "):
             TeacherCache.open(tmp_path / "cache", "a")
-        with pytest.raises(CacheLocked):  # nor does the refusal free it
+        with pytest.raises(CacheLocked):  # the failed attempt does not release it
             TeacherCache.open(tmp_path / "cache", "a")
 
 
-def test_a_lock_whose_text_says_nothing_still_locks(tmp_path: Path) -> None:
+def test_a_lock_file_with_garbage_still_locks(tmp_path: Path) -> None:
     lock = WriterLock(tmp_path / "lock")
     (tmp_path / "lock").write_text("[]")
     with pytest.raises(CacheLocked, match="by another process"):
@@ -76,7 +76,7 @@ def test_a_lock_whose_text_says_nothing_still_locks(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_program_that_the_writer_starts_does_not_hold_the_lock(tmp_path: Path) -> None:
+def test_programs_started_by_the_writer_do_not_inherit_the_lock(tmp_path: Path) -> None:
     lock = WriterLock(tmp_path / "lock")
     with subprocess.Popen(["sleep", "60"], close_fds=False) as child:
         lock.release()

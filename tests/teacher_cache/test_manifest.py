@@ -1,4 +1,4 @@
-"""A corpus is a list of row numbers that outlives its successors for whoever holds it."""
+"""A manifest holds row numbers in corpus order, also for readers of a corpus that was replaced."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_a_corpus_record_survives_json() -> None:
     assert CorpusRecord.from_json(record().to_json()) == record()
 
 
-def test_rows_come_back_as_they_were_appended_and_cannot_be_changed(tmp_path: Path) -> None:
+def test_rows_are_read_as_appended_and_are_read_only(tmp_path: Path) -> None:
     rows = [[4, 0], [4, 4], [2**40, 1]]
     manifest = written(tmp_path, rows, record())
     assert manifest.rows.tolist() == rows
@@ -46,7 +46,7 @@ def test_rows_come_back_as_they_were_appended_and_cannot_be_changed(tmp_path: Pa
     np.testing.assert_array_equal(np.load(record().file(tmp_path)), rows)
 
 
-def test_distinct_rows_are_ascending_and_once(tmp_path: Path) -> None:
+def test_distinct_rows_are_ascending(tmp_path: Path) -> None:
     manifest = written(tmp_path, [[4, 0], [4, 4], [6, 1]], record())
     assert manifest.distinct_rows(8).tolist() == [0, 1, 4, 6]
 
@@ -59,7 +59,7 @@ def test_distinct_rows_are_ascending_and_once(tmp_path: Path) -> None:
         ({"fingerprint": "f" * 32}, "cannot be read"),
     ],
 )
-def test_a_row_list_that_is_not_what_the_index_says_is_damage(
+def test_a_manifest_that_does_not_match_the_index_is_damage(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     written(tmp_path, [[4, 0], [4, 4], [6, 1]], record())
@@ -67,7 +67,7 @@ def test_a_row_list_that_is_not_what_the_index_says_is_damage(
         Manifest(record(**changes), tmp_path)
 
 
-def test_a_cut_row_list_is_damage(tmp_path: Path) -> None:
+def test_a_truncated_manifest_is_damage(tmp_path: Path) -> None:
     written(tmp_path, [[4, 0], [4, 4], [6, 1]], record())
     path = record().file(tmp_path)
     path.write_bytes(path.read_bytes()[:-8])
@@ -75,7 +75,7 @@ def test_a_cut_row_list_is_damage(tmp_path: Path) -> None:
         Manifest(record(), tmp_path)
 
 
-def test_a_block_that_fails_leaves_no_row_list(tmp_path: Path) -> None:
+def test_an_error_in_the_block_leaves_no_manifest(tmp_path: Path) -> None:
     def interrupted() -> None:
         with writing_manifest(tmp_path, "corpus", 1) as (writer, _):
             writer.append(np.array([[1]]))
@@ -86,7 +86,7 @@ def test_a_block_that_fails_leaves_no_row_list(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_replaced_corpus_stays_readable_for_who_holds_it(tmp_path: Path) -> None:
+def test_a_replaced_corpus_stays_readable_for_open_readers(tmp_path: Path) -> None:
     built(tmp_path, ["a", "b", "c"])
     with TeacherCache.open(tmp_path / "cache") as cache:
         held = cache.corpus("corpus")
@@ -96,7 +96,7 @@ def test_a_replaced_corpus_stays_readable_for_who_holds_it(tmp_path: Path) -> No
         assert len(list((tmp_path / "cache/corpora/corpus").glob("rows-*"))) == 1
 
 
-def test_a_corpus_replaced_between_two_looks_is_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_replaced_while_it_is_opened_is_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built(tmp_path, ["a", "b", "c"])
     with TeacherCache.open(tmp_path / "cache") as cache:
         old = cache.corpora()
@@ -107,7 +107,7 @@ def test_a_corpus_replaced_between_two_looks_is_the_new_one(tmp_path: Path, monk
         assert cache.corpus("corpus").rows.tolist() == [[3], [0]]
 
 
-def test_a_lost_row_list_is_damage(tmp_path: Path) -> None:
+def test_a_missing_manifest_is_damage(tmp_path: Path) -> None:
     built(tmp_path, ["a"])
     with TeacherCache.open(tmp_path / "cache") as cache:
         cache.corpora()["corpus"].file(cache.path).unlink()
@@ -135,11 +135,11 @@ def test_a_name_that_could_leave_its_folder_is_refused_before_anything_is_writte
     assert list((tmp_path / "work/cache/corpora").iterdir()) == []
 
 
-def test_an_ordinary_name_is_itself() -> None:
+def test_an_ordinary_name_is_not_changed() -> None:
     assert checked_name("MS-marco_v2.1") == "MS-marco_v2.1"
 
 
-def test_records_are_read_by_number_in_any_order_and_from_a_list_that_was_replaced(tmp_path: Path) -> None:
+def test_records_are_read_in_any_order_also_from_a_replaced_manifest(tmp_path: Path) -> None:
     built(tmp_path, numbered(20))
     with TeacherCache.open(tmp_path / "cache") as cache:
         manifest = cache.corpus()

@@ -1,4 +1,4 @@
-"""Caches become one without a teacher; what contradicts is named before anything is written."""
+"""Merges of caches; conflicts are errors before anything is written."""
 
 import dataclasses
 import random
@@ -44,14 +44,14 @@ def cache_of(
     shard_rows: int = 8,
     storage: str | None = None,
 ) -> Path:
-    """A cache at `path`, made if need be, that has these texts as a corpus."""
+    """A cache at `path` with these texts as a corpus."""
     TeacherCache.open(path, "a", shard_rows=shard_rows).close()
     build(corpus_of(path.parent / f"{path.name}-texts", texts), teacher, path, name=name, storage=storage)
     return path
 
 
 def foreign(path: Path, texts: Sequence[str], vectors: npt.NDArray[Any], *, storage: str = "float16") -> Path:
-    """A cache of vectors that a teacher called "theirs" gave."""
+    """A cache of imported vectors of teacher "theirs"."""
     corpus = corpus_of(path.parent / f"{path.name}-texts", texts)
     source = npy(path.parent, vectors, f"{path.name}.npy")
     import_vectors(source, path, corpus=corpus, teacher="theirs", storage=storage, name=path.name)
@@ -59,7 +59,7 @@ def foreign(path: Path, texts: Sequence[str], vectors: npt.NDArray[Any], *, stor
 
 
 def corpora(path: Path) -> dict[str, list[list[str]]]:
-    """Name -> records of every corpus."""
+    """Name -> records of each corpus."""
     with TeacherCache.open(path) as cache:
         return {name: [cache.texts(row) for row in cache.corpus(name).rows] for name in cache.corpora()}
 
@@ -68,7 +68,7 @@ def outcome(report: MergeReport) -> tuple[int, int, int, int, int]:
     return report.rows, report.texts, report.vectors, report.held, report.quarantined
 
 
-def test_disjoint_caches_become_one_that_a_build_finds_complete(tmp_path: Path) -> None:
+def test_a_build_after_a_merge_of_disjoint_caches_encodes_nothing(tmp_path: Path) -> None:
     first = cache_of(tmp_path / "a", TEXTS[:11], name="first")
     second = cache_of(tmp_path / "b", [*TEXTS[11:], TEXTS[20]], name="second", shard_rows=16)
     report = merge([first, second], tmp_path / "c")
@@ -83,7 +83,7 @@ def test_disjoint_caches_become_one_that_a_build_finds_complete(tmp_path: Path) 
         assert np.array_equal(cache.space().gather(cache.lookup(TEXTS)), teacher_vectors(TEXTS).astype(np.float16))
 
 
-def test_caches_that_share_texts_are_joined_by_text_whatever_their_rows_are(tmp_path: Path) -> None:
+def test_caches_are_merged_by_text_not_by_row(tmp_path: Path) -> None:
     target = cache_of(tmp_path / "c", TEXTS[:20], name="first", shard_rows=16)
     source = cache_of(tmp_path / "a", TEXTS[:9:-1], name="second")
     report = merge([source], target)
@@ -103,7 +103,7 @@ def test_caches_that_share_texts_are_joined_by_text_whatever_their_rows_are(tmp_
     st.lists(st.sampled_from([8, 16, 24]), min_size=4, max_size=4),
     st.booleans(),
 )
-def test_a_merge_holds_what_a_build_of_everything_would(
+def test_a_merge_equals_a_build_of_all_texts(
     parts: list[list[str]], shard_rows: list[int], into_the_first: bool
 ) -> None:
     with passing_folder() as name, pytest.MonkeyPatch.context() as patch:
@@ -124,7 +124,7 @@ def test_a_merge_holds_what_a_build_of_everything_would(
 
 
 @pytest.mark.parametrize("storage", ENCODINGS)
-def test_a_copy_admits_the_error_of_its_original(tmp_path: Path, storage: str) -> None:
+def test_a_copy_keeps_the_error_bound_of_its_source(tmp_path: Path, storage: str) -> None:
     source = foreign(tmp_path / "a", TEXTS, teacher_vectors(TEXTS), storage=storage)
     merge([source], tmp_path / "c")
     export(source, tmp_path / "out", "npy")
@@ -134,7 +134,7 @@ def test_a_copy_admits_the_error_of_its_original(tmp_path: Path, storage: str) -
 
 
 @pytest.mark.parametrize("storage", ENCODINGS)
-def test_values_of_one_number_format_stay_bit_for_bit(tmp_path: Path, storage: str) -> None:
+def test_values_in_the_same_encoding_are_copied_bit_for_bit(tmp_path: Path, storage: str) -> None:
     vectors = teacher_vectors(TEXTS) * np.linspace(0.1, 30, 30, dtype=np.float32)[:, None]
     source = foreign(tmp_path / "a", TEXTS, vectors, storage=storage)
     target = foreign(tmp_path / "c", ["own"], 2 * teacher_vectors(["own"]), storage=storage)
@@ -148,7 +148,7 @@ def test_values_of_one_number_format_stay_bit_for_bit(tmp_path: Path, storage: s
         assert np.array_equal(view.gather(cache.lookup(other.texts(rows))), original.gather(rows))
 
 
-def test_the_number_format_of_the_target_stays(tmp_path: Path) -> None:
+def test_the_encoding_of_the_target_is_kept(tmp_path: Path) -> None:
     target = cache_of(tmp_path / "c", TEXTS[:9], name="first", storage="float16-raw")
     source = cache_of(tmp_path / "a", TEXTS, name="second", storage="float16")
     merge([source], target)
@@ -157,7 +157,7 @@ def test_the_number_format_of_the_target_stays(tmp_path: Path) -> None:
     assert same_vectors(target, source)
 
 
-def test_what_the_targets_format_cannot_hold_is_quarantined(tmp_path: Path) -> None:
+def test_vectors_that_the_targets_encoding_cannot_hold_are_quarantined(tmp_path: Path) -> None:
     vectors = 2 * teacher_vectors(TEXTS)
     vectors[7] = 1e6
     source = foreign(tmp_path / "a", TEXTS, vectors, storage="float32")
@@ -169,7 +169,7 @@ def test_what_the_targets_format_cannot_hold_is_quarantined(tmp_path: Path) -> N
         assert cache.space().quarantined() == {row: "overflows float16: largest value 1e+06"}
 
 
-def test_all_spaces_come_along_each_with_its_rows(tmp_path: Path) -> None:
+def test_all_spaces_are_copied_with_their_rows(tmp_path: Path) -> None:
     first = cache_of(tmp_path / "a", TEXTS[:11], name="first")
     cache_of(first, TEXTS[5:15], name="questions", teacher=QUERY)
     second = cache_of(tmp_path / "b", TEXTS[8:], name="second", teacher=QUERY)
@@ -179,7 +179,7 @@ def test_all_spaces_come_along_each_with_its_rows(tmp_path: Path) -> None:
     assert set(all_vectors(tmp_path / "c", resolve(TOY).space.slug)) == set(TEXTS[:11])
     assert set(all_vectors(tmp_path / "c", resolve(QUERY).space.slug)) == set(TEXTS[5:])
     with TeacherCache.open(first) as cache, TeacherCache.open(tmp_path / "c") as joined:
-        for slug in slugs:  # what encoding has cost foretells the next build
+        for slug in slugs:  # the cost of encoding is used to predict the next build
             assert joined.space(slug).record == cache.space(slug).record
 
 
@@ -193,7 +193,7 @@ def test_pairs_stay_pairs(tmp_path: Path) -> None:
         assert cache.corpora()["pairs"] == other.corpora()["pairs"]
 
 
-def test_rounding_is_no_contradiction_and_the_targets_vector_stays(tmp_path: Path) -> None:
+def test_rounding_is_not_a_conflict_and_the_targets_vector_is_kept(tmp_path: Path) -> None:
     vectors = teacher_vectors(TEXTS)
     noise = np.random.default_rng(0).normal(size=vectors.shape).astype(np.float32) * 2.0**-9 / np.sqrt(32)
     target = foreign(tmp_path / "c", TEXTS[:20], vectors[:20])
@@ -204,11 +204,11 @@ def test_rounding_is_no_contradiction_and_the_targets_vector_stays(tmp_path: Pat
     assert all(np.array_equal(after[text], before[text]) for text in before)
 
 
-# Contradictions
+# Conflicts
 
 
-def contradiction(folder: Path, kind: str) -> tuple[list[Path], type[Exception], str]:
-    """A target `c`, sources that contradict it or each other, and what is said of it."""
+def conflict(folder: Path, kind: str) -> tuple[list[Path], type[Exception], str]:
+    """Sources that conflict with target `c` or each other, and the expected error."""
     cache_of(folder / "c", TEXTS[:20], name="first")
     vectors = teacher_vectors(TEXTS)
     if kind == "vectors":
@@ -232,8 +232,8 @@ def contradiction(folder: Path, kind: str) -> tuple[list[Path], type[Exception],
 
 
 @pytest.mark.parametrize("kind", ["vectors", "vectors of two sources", "lengths", "corpora", "corpora of two sources"])
-def test_a_contradiction_is_named_and_nothing_is_written(tmp_path: Path, kind: str) -> None:
-    sources, error, message = contradiction(tmp_path, kind)
+def test_a_conflict_is_an_error_and_nothing_is_written(tmp_path: Path, kind: str) -> None:
+    sources, error, message = conflict(tmp_path, kind)
     before = {path: files(path) for path in (tmp_path / "c", *sources)}
     with pytest.raises(error, match=message):
         merge(sources, tmp_path / "c")
@@ -244,7 +244,7 @@ def test_a_contradiction_is_named_and_nothing_is_written(tmp_path: Path, kind: s
         assert not (tmp_path / "new").exists()
 
 
-def test_two_spaces_of_one_name_are_refused_with_the_fields_that_differ(
+def test_two_spaces_of_one_name_are_an_error_that_lists_their_differences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two spaces share a name when the first eight digits of their fingerprints do.
@@ -272,10 +272,10 @@ def test_a_cache_is_never_merged_into_itself(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-# Refused vectors
+# Quarantined vectors
 
 
-def test_refusals_come_along_where_there_is_no_vector(tmp_path: Path) -> None:
+def test_quarantined_rows_without_a_vector_are_copied(tmp_path: Path) -> None:
     bad = BadVectors.options()
     target = cache_of(tmp_path / "c", ["fine 1", "nan 1"], name="first", teacher=bad)
     source = cache_of(tmp_path / "a", ["inf 1", "nan 1", "fine 2"], name="second", teacher=bad)
@@ -288,7 +288,7 @@ def test_refusals_come_along_where_there_is_no_vector(tmp_path: Path) -> None:
     assert (again.encoded, again.cached, again.quarantined) == (0, 2, 2)
 
 
-def test_a_space_of_refusals_alone_comes_along(tmp_path: Path) -> None:
+def test_a_space_with_only_quarantined_rows_is_copied(tmp_path: Path) -> None:
     source = cache_of(tmp_path / "a", ["nan 1"], name="first", teacher=BadVectors.options())
     merge([source], tmp_path / "c")
     with TeacherCache.open(tmp_path / "c") as cache:
@@ -297,7 +297,7 @@ def test_a_space_of_refusals_alone_comes_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["refused", "sound"])
-def test_a_vector_counts_for_more_than_a_refusal(tmp_path: Path, first: str) -> None:
+def test_a_row_with_a_vector_in_any_source_is_not_quarantined(tmp_path: Path, first: str) -> None:
     sound = foreign(tmp_path / "sound", TEXTS, 2 * teacher_vectors(TEXTS))
     vectors = 2 * teacher_vectors(TEXTS)
     vectors[3] = 0
@@ -326,7 +326,7 @@ def test_damage_is_not_copied(tmp_path: Path, which: str) -> None:
     assert verify(tmp_path / "c", deep=True).ok
 
 
-def test_a_corpus_that_changes_meanwhile_is_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_that_changes_during_a_merge_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = cache_of(tmp_path / "a", TEXTS, name="first")
     real = intake.CheckedReader.gather
 
@@ -350,7 +350,7 @@ def sources(tmp_path: Path) -> list[Path]:
     return [first, cache_of(tmp_path / "b", TEXTS[:12:-1], name="second")]
 
 
-# What a merge does to its target.
+# Steps of a merge that write to its target.
 STEPS = {
     "write": SpaceView,
     "publish_corpus": TeacherCache,
@@ -361,7 +361,7 @@ STEPS = {
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("when", [0, 1, 3])
-def test_a_merge_that_is_cut_off_goes_on(
+def test_an_interrupted_merge_resumes(
     tmp_path: Path, sources: list[Path], monkeypatch: pytest.MonkeyPatch, step: str, when: int
 ) -> None:
     merge(sources, tmp_path / "whole")
@@ -417,7 +417,7 @@ merge(sources, into)
 
 
 @pytest.mark.slow
-def test_a_merge_killed_at_any_moment_loses_only_what_was_not_committed(tmp_path: Path) -> None:
+def test_a_merge_killed_at_any_moment_loses_only_uncommitted_data(tmp_path: Path) -> None:
     texts = numbered(3000)
     first = cache_of(tmp_path / "a", texts[:2000], name="first", shard_rows=128)
     second = cache_of(tmp_path / "b", texts[1000:][::-1], name="second", shard_rows=128)

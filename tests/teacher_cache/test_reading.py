@@ -184,7 +184,7 @@ def test_a_forked_process_reads_open_files_with_its_own_threads(
         np.testing.assert_array_equal(pool.apply_async(read_in_child, (array, rows)).get(60), values[rows])
 
 
-def test_in_memory_says_no_instead_of_waiting_for_a_disk(tmp_path: Path) -> None:
+def test_read_cached_returns_false_instead_of_waiting_for_a_disk(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(2**20))
     file = os.open(path, os.O_RDONLY)

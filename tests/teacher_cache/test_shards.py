@@ -1,4 +1,4 @@
-"""Shards are plain zarr, appear whole or not at all, and never give wrong numbers for damage that shows."""
+"""Shards are plain zarr, are written atomically, and raise on damage."""
 
 import errno
 import multiprocessing
@@ -45,7 +45,7 @@ def full(rows: int = SHARD) -> npt.NDArray[np.bool_]:
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_zarr_reads_what_we_wrote_and_nan_where_nothing_is(tmp_path: Path, compressed: bool) -> None:
+def test_zarr_reads_our_arrays_and_nan_for_missing_rows(tmp_path: Path, compressed: bool) -> None:
     array = numbers(tmp_path / "a", compressed=compressed)
     rows = values(SHARD)
     present = np.isin(np.arange(SHARD), [1, 2, 13])
@@ -95,7 +95,7 @@ def test_we_read_strings_that_zarr_wrote(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.data(), st.booleans())
-def test_any_present_rows_come_back_in_any_order(data: st.DataObject, compressed: bool) -> None:
+def test_present_rows_are_read_in_any_order(data: st.DataObject, compressed: bool) -> None:
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=SHARD, max_size=SHARD)))
     rows = values(SHARD, seed=data.draw(st.integers(0, 9)))
     places = np.flatnonzero(mask).tolist()
@@ -109,7 +109,7 @@ def test_any_present_rows_come_back_in_any_order(data: st.DataObject, compressed
         assert array.codec.digest(rows[mask]) == receipt.digest
 
 
-def test_the_digest_is_of_the_present_rows_alone(tmp_path: Path) -> None:
+def test_the_digest_covers_only_present_rows(tmp_path: Path) -> None:
     array = numbers(tmp_path / "a")
     rows, other = values(SHARD), values(SHARD)
     mask = np.arange(SHARD) % 2 == 0
@@ -194,7 +194,7 @@ def test_a_flipped_byte_of_an_uncompressed_shard_shows_in_the_digest(tmp_path: P
     assert array.codec.digest(array.read_shard(0, full())) != receipt.digest
 
 
-def test_a_row_that_the_shard_does_not_hold_is_damage(tmp_path: Path) -> None:
+def test_a_missing_row_of_a_shard_is_damage(tmp_path: Path) -> None:
     for compressed in (True, False):
         array = numbers(tmp_path / f"{compressed}", compressed=compressed)
         array.write_shard(0, values(SHARD), np.arange(SHARD) < 4)
@@ -202,7 +202,7 @@ def test_a_row_that_the_shard_does_not_hold_is_damage(tmp_path: Path) -> None:
             array.read(np.array([9]))
 
 
-def test_a_shard_of_another_width_is_damage_and_not_other_numbers(tmp_path: Path) -> None:
+def test_a_shard_of_another_width_is_damage(tmp_path: Path) -> None:
     array = numbers(tmp_path / "a", compressed=False)
     array.write_shard(0, values(SHARD), full())
     wide = ShardedArray.create(
@@ -220,7 +220,7 @@ def test_a_shard_of_another_width_is_damage_and_not_other_numbers(tmp_path: Path
         array.read(np.arange(SHARD))
 
 
-def test_a_replaced_shard_is_read_anew_once_it_is_forgotten(tmp_path: Path) -> None:
+def test_a_replaced_shard_is_read_after_forget(tmp_path: Path) -> None:
     array = numbers(tmp_path / "a")
     first, second = values(SHARD, 1), values(SHARD, 2)
     array.write_shard(0, first, full())
@@ -238,7 +238,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_leaves_the_old_shard_and_no_temporary(
+def test_a_full_disk_keeps_the_old_shard_and_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     array = numbers(tmp_path / "a")
@@ -254,7 +254,7 @@ def test_a_full_disk_leaves_the_old_shard_and_no_temporary(
     assert files(tmp_path) == before
 
 
-def test_another_error_of_the_disk_is_itself_and_leaves_no_temporary(
+def test_another_disk_error_is_raised_and_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: object) -> None:
@@ -267,7 +267,7 @@ def test_another_error_of_the_disk_is_itself_and_leaves_no_temporary(
     assert files(tmp_path) == {}
 
 
-def test_a_block_that_fails_replaces_nothing(tmp_path: Path) -> None:
+def test_an_error_in_the_block_replaces_nothing(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"old")
 
     def interrupted() -> None:
@@ -280,8 +280,8 @@ def test_a_block_that_fails_replaces_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == {str(tmp_path / "x"): b"old"}
 
 
-def test_a_really_full_disk_is_reported_and_what_was_there_stays(tmp_path: Path) -> None:
-    """In a namespace of its own, on a file system of two megabytes."""
+def test_a_full_file_system_is_reported_and_the_old_data_stay(tmp_path: Path) -> None:
+    """In a separate namespace, on a file system of two megabytes."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f"mount -t tmpfs -o size=2m tmpfs '{disk}'"
@@ -314,7 +314,7 @@ assert verdict.ok and verdict.rows == done and not verdict.leftovers, verdict
     assert ran.returncode == 0, ran.stderr
 
 
-def test_growing_never_shrinks_what_another_instance_grew(tmp_path: Path) -> None:
+def test_grow_never_shrinks_an_array(tmp_path: Path) -> None:
     array = numbers(tmp_path / "a")
     ShardedArray(tmp_path / "a").grow(100)
     array.grow(20)
@@ -326,7 +326,7 @@ def test_a_pickled_array_reads_in_a_spawned_process(tmp_path: Path) -> None:
     array = numbers(tmp_path / "a")
     rows = values(SHARD)
     array.write_shard(0, rows, full())
-    array.read_shard(0, full())  # so that it holds a mapping, which cannot travel
+    array.read_shard(0, full())  # maps a file, which cannot be pickled
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         read = pool.apply(array.read, (np.array([3, 1]),))
     np.testing.assert_array_equal(read, rows[[3, 1]])

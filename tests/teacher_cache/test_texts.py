@@ -1,4 +1,4 @@
-"""The text table gives every distinct text one row for good and keeps it to the byte."""
+"""The text table assigns one permanent row to each distinct text and keeps its exact bytes."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ texts = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=6) |
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.lists(st.lists(texts, max_size=12), max_size=4), max_size=4))
-def test_rows_are_the_order_of_first_appearance_over_any_appenders(sessions: list[list[list[str]]]) -> None:
+def test_rows_follow_the_order_of_first_appearance_over_any_appenders(sessions: list[list[list[str]]]) -> None:
     first_seen: dict[str, int] = {}
     with passing_folder() as folder:
         for session in sessions:
@@ -44,7 +44,7 @@ def test_rows_are_the_order_of_first_appearance_over_any_appenders(sessions: lis
             assert cache.lookup([*first_seen, "not there"]).tolist() == [*rows.tolist(), -1]
 
 
-def test_awkward_texts_are_different_and_come_back_exactly(tmp_path: Path) -> None:
+def test_unusual_texts_are_distinct_and_read_back_exactly(tmp_path: Path) -> None:
     with TeacherCache.open(tmp_path / "cache", "a", shard_rows=8) as cache:
         with cache.appending() as appender:
             assert appender.add(AWKWARD).tolist() == list(range(len(AWKWARD)))
@@ -56,7 +56,7 @@ def test_a_row_exists_for_readers_only_once_it_is_published(tmp_path: Path, monk
     with TeacherCache.open(tmp_path / "cache", "a", shard_rows=8) as cache:
         reader = TeacherCache.open(tmp_path / "cache")
         with cache.appending() as appender:
-            appender.add(numbered(12))  # one shard is written, and not published alone
+            appender.add(numbered(12))  # one shard is written but not yet published
             assert reader.rows == 0
             appender.add(numbered(7, start=12))
             assert reader.rows == 16
@@ -66,9 +66,7 @@ def test_a_row_exists_for_readers_only_once_it_is_published(tmp_path: Path, monk
         assert reader.rows == 19
 
 
-def test_a_block_that_fails_keeps_what_was_published_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_block_keeps_only_published_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts_module, "PUBLISHED_ROWS", 8)
     with TeacherCache.open(tmp_path / "cache", "a", shard_rows=8) as cache:
 
@@ -84,7 +82,7 @@ def test_a_block_that_fails_keeps_what_was_published_and_nothing_else(
             assert appender.add(["other", *numbered(11)]).tolist() == [8, *range(8), 9, 10, 11]
 
 
-def test_a_full_disk_leaves_what_was_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_committed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with TeacherCache.open(tmp_path / "cache", "a", shard_rows=8) as cache:
 
         def add(count: int) -> None:

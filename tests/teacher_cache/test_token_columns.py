@@ -1,4 +1,4 @@
-"""Token columns are plain zarr, hold what was said, and refuse what a format cannot hold."""
+"""Token columns are plain zarr, hold the teacher output, and quarantine what an encoding cannot hold."""
 
 import json
 import multiprocessing
@@ -45,7 +45,7 @@ def objects(values: list[bytes | None]) -> npt.NDArray[np.object_]:
 
 @settings(deadline=None, max_examples=40)
 @given(blobs, st.booleans(), st.sampled_from([1, 2, 4]), st.randoms())
-def test_byte_strings_of_any_length_come_back_in_any_order_and_zarr_reads_them(
+def test_byte_strings_of_any_length_are_read_in_any_order_also_by_zarr(
     values: list[bytes | None], compressed: bool, itemsize: int, random: st.randoms
 ) -> None:
     present = np.array([value is not None for value in values])
@@ -72,7 +72,7 @@ def test_we_read_byte_strings_that_zarr_wrote(tmp_path: Path, compressed: bool) 
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_a_flipped_bit_in_byte_strings_never_passes(tmp_path: Path, compressed: bool) -> None:
+def test_a_flipped_bit_in_byte_strings_is_found(tmp_path: Path, compressed: bool) -> None:
     array = ragged(tmp_path / "a", compressed=compressed)
     array.write_shard(0, objects([b"states of a text"] * SHARD), np.ones(SHARD, dtype=bool))
     whole = array.shard_path(0).read_bytes()
@@ -90,7 +90,7 @@ def record(storage: str = "float16", attention: tuple[int, ...] | None = (2, 4))
 
 
 def columns(folder: Path, storage: str = "float16", attention: tuple[int, ...] | None = (2, 4)) -> TokenColumns:
-    """Token columns of a cache that holds 40 texts and nothing else."""
+    """Token columns of a cache with 40 texts and nothing else."""
     from tests.teacher_cache.small_caches import built
 
     built(folder, numbered(40))
@@ -119,7 +119,7 @@ def spoken(lengths: list[int], seed: int = 0, scale: float = 1.0) -> list[TextTo
     st.sampled_from([1e-2, 1.0, 100.0]),
     st.integers(0, 9),
 )
-def test_what_is_stored_of_a_text_comes_back_within_its_format(
+def test_stored_tokens_are_restored_within_the_bounds_of_their_encoding(
     lengths: list[int], storage: str, attention: bool, scale: float, seed: int
 ) -> None:
     made = TokenColumns.__new__(TokenColumns)
@@ -165,9 +165,7 @@ def test_states_can_be_restored_into_a_padded_batch(tmp_path: Path) -> None:
         (1e6, "tokens: overflows float16: largest value 1e+06"),
     ],
 )
-def test_a_text_with_one_bad_state_is_refused_with_a_reason_and_no_other(
-    tmp_path: Path, value: float, reason: str
-) -> None:
+def test_only_the_text_with_an_invalid_state_is_quarantined(tmp_path: Path, value: float, reason: str) -> None:
     said = spoken([3, 4, 5])
     said[1].states[2, 0] = value
     checked = columns(tmp_path).check(said, attention=True)
@@ -175,7 +173,7 @@ def test_a_text_with_one_bad_state_is_refused_with_a_reason_and_no_other(
     assert sorted(checked.stored) == [0, 2]
 
 
-def test_a_text_without_tokens_or_with_attention_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_text_without_tokens_or_with_non_finite_attention_is_quarantined(tmp_path: Path) -> None:
     said = spoken([3, 0, 5])
     assert said[2].attention is not None
     said[2].attention[1, 4, 4] = np.nan
@@ -187,7 +185,7 @@ def test_a_text_without_tokens_or_with_attention_that_is_no_number_is_refused(tm
     assert made.check(said[2:], attention=False).quarantined == {}
 
 
-def test_shapes_that_the_configuration_did_not_promise_are_the_teachers_fault(tmp_path: Path) -> None:
+def test_shapes_that_differ_from_the_configuration_are_a_teacher_error(tmp_path: Path) -> None:
     made = columns(tmp_path)
     (text,) = spoken([4])
     wrong = [
@@ -203,7 +201,7 @@ def test_shapes_that_the_configuration_did_not_promise_are_the_teachers_fault(tm
 
 @pytest.mark.parametrize("width", [64, 96, 128])
 @pytest.mark.parametrize("rows", [0, 7])
-def test_blocks_are_restored_to_the_same_numbers_into_any_memory(width: int, rows: int) -> None:
+def test_int8_blocks_are_restored_equally_into_any_memory_layout(width: int, rows: int) -> None:
     encoding = TOKEN_ENCODINGS["int8"]
     stored = encoding.store(np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32))
     dense, strided = np.empty((rows, width), dtype=np.float32), np.empty((rows, 2 * width), dtype=np.float32)[:, ::2]
@@ -214,7 +212,7 @@ def test_blocks_are_restored_to_the_same_numbers_into_any_memory(width: int, row
     np.testing.assert_array_equal(dense, stored[:, :width] * scales)
 
 
-def test_a_few_huge_numbers_among_small_ones_are_kept_by_every_format(tmp_path: Path) -> None:
+def test_every_encoding_keeps_a_few_huge_numbers_among_small_ones(tmp_path: Path) -> None:
     states = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
     states[:, 3] = 300.0
     said = [TextTokens(states, np.zeros((50, 4), dtype=np.int32))]
@@ -225,7 +223,7 @@ def test_a_few_huge_numbers_among_small_ones_are_kept_by_every_format(tmp_path: 
         assert made.check(said, attention=False).quarantined == {}
 
 
-def test_columns_that_do_not_go_together_are_damage_and_not_other_numbers(tmp_path: Path) -> None:
+def test_inconsistent_columns_are_damage(tmp_path: Path) -> None:
     made = columns(tmp_path)
     stored = made.check(spoken([4]), attention=True).stored[0]
     assert stored.attention is not None
@@ -239,7 +237,7 @@ def test_columns_that_do_not_go_together_are_damage_and_not_other_numbers(tmp_pa
             made.restore(wrong)
 
 
-def test_rows_come_back_in_the_order_asked_for_and_missing_ones_name_the_command(tmp_path: Path) -> None:
+def test_rows_are_read_in_order_and_missing_ones_name_the_command(tmp_path: Path) -> None:
     path, _ = token_cache(tmp_path, numbered(20))
     view = opened(path)
     tokens = columns_of(view)
@@ -257,7 +255,7 @@ def test_rows_come_back_in_the_order_asked_for_and_missing_ones_name_the_command
             columns_of(view).gather(np.array([3, 20]), attention=attention)
 
 
-def test_a_space_without_columns_has_none_and_one_without_attention_says_so(tmp_path: Path) -> None:
+def test_missing_columns_and_missing_attention_are_errors(tmp_path: Path) -> None:
     from tests.teacher_cache.small_caches import built
 
     built(tmp_path, numbered(5))
@@ -281,7 +279,7 @@ def test_two_processes_read_the_same_columns(tmp_path: Path) -> None:
         assert pool.map(read_elsewhere, [path, path]) == [here, here]
 
 
-def test_a_view_with_its_columns_open_travels_to_another_process(tmp_path: Path) -> None:
+def test_a_view_with_open_columns_can_be_pickled(tmp_path: Path) -> None:
     path, _ = token_cache(tmp_path, numbered(20))
     view = opened(path)
     before = columns_of(view).gather_stored(np.arange(4))
@@ -327,7 +325,7 @@ def test_shards_of_token_columns_are_small_and_divide_those_of_the_table() -> No
     assert record().shard_rows(24) == 24
 
 
-def test_a_record_of_a_space_survives_json_with_columns_and_without(tmp_path: Path) -> None:
+def test_a_space_record_survives_json_with_and_without_columns(tmp_path: Path) -> None:
     path, _ = token_cache(tmp_path, numbered(3))
     found = opened(path).record
     assert SpaceRecord.from_json(found.to_json()) == found
@@ -337,12 +335,12 @@ def test_a_record_of_a_space_survives_json_with_columns_and_without(tmp_path: Pa
 
 
 @pytest.mark.parametrize("layers", [(), (0,), (5,), (2, 2), (3, 1)])
-def test_layers_that_the_teacher_does_not_have_are_refused(layers: tuple[int, ...]) -> None:
+def test_layers_that_the_teacher_lacks_are_an_error(layers: tuple[int, ...]) -> None:
     with pytest.raises(TeacherError, match="expected ascending numbers from 1 to 4"):
         checked_layers(layers, SHAPE)
 
 
-def test_columns_of_another_shape_format_or_layers_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_columns_of_another_shape_encoding_or_layers_are_an_error(tmp_path: Path) -> None:
     path, _ = token_cache(tmp_path, numbered(3))
     with TeacherCache.open(path, "r+") as cache:
         view = cache.space()
@@ -361,7 +359,7 @@ def test_columns_of_another_shape_format_or_layers_are_refused_in_one_line(tmp_p
         TokenRecord(SHAPE, "float32").encoding  # noqa: B018
 
 
-def test_a_view_from_before_the_columns_does_not_write_them_away(tmp_path: Path) -> None:
+def test_a_view_opened_before_the_columns_does_not_remove_them(tmp_path: Path) -> None:
     from tests.teacher_cache.small_caches import built
 
     built(tmp_path, numbered(3))

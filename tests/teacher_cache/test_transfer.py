@@ -1,4 +1,4 @@
-"""Vectors leave a cache whole, in formats that others read."""
+"""Exports: their contents, formats and errors."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def test_an_npy_export_of_a_corpus_has_its_records_in_order_with_keys_and_space(
     assert (report.rows, report.dims, report.dtype, report.quarantined, report.missing) == (22, 32, "float16", 0, 0)
 
 
-def test_without_a_corpus_every_distinct_text_is_exported_once(tmp_path: Path) -> None:
+def test_without_a_corpus_each_distinct_text_is_exported_once(tmp_path: Path) -> None:
     built(tmp_path, RECORDS)
     built(tmp_path, ["another", TEXTS[0]], name="second")
     built(tmp_path, ["not of this space"], name="third", teacher=dataclasses.replace(TOY, prompt="query: "))
@@ -72,7 +72,7 @@ def test_without_a_corpus_every_distinct_text_is_exported_once(tmp_path: Path) -
     assert (report.rows, report.missing, report.corpus) == (21, 1, None)
 
 
-def test_pairs_are_exported_one_text_after_the_other_and_stay_pairs(tmp_path: Path) -> None:
+def test_the_texts_of_a_pair_are_exported_next_to_each_other(tmp_path: Path) -> None:
     pairs = [("a", "b"), ("nan 1", "c"), ("a", "d"), ("e", "nan 1"), ("f", "f")]
     built(tmp_path, pairs, teacher=BadVectors.options())
     report = export(tmp_path / "cache", tmp_path / "out", "npy", corpus="corpus")
@@ -82,7 +82,7 @@ def test_pairs_are_exported_one_text_after_the_other_and_stay_pairs(tmp_path: Pa
     assert (report.rows, report.quarantined) == (6, 2)
 
 
-def test_texts_whose_vector_was_refused_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_quarantined_texts_are_skipped_and_counted(tmp_path: Path) -> None:
     built(tmp_path, ["fine 1", "nan 1", "fine 2", "nan 1", "inf 1"], teacher=BadVectors.options())
     listed = export(tmp_path / "cache", tmp_path / "listed", "npy", corpus="corpus")
     assert (listed.rows, listed.quarantined) == (2, 3)
@@ -92,7 +92,7 @@ def test_texts_whose_vector_was_refused_are_left_out_and_counted(tmp_path: Path)
         assert jsonl(tmp_path / folder / "texts.jsonl") == ["fine 1", "fine 2"]
 
 
-def test_a_corpus_that_was_never_encoded_to_its_end_is_not_exported(tmp_path: Path) -> None:
+def test_an_incompletely_encoded_corpus_is_not_exported(tmp_path: Path) -> None:
     built(tmp_path, TEXTS)
     built(tmp_path, ["new", *TEXTS[:2]], name="half", teacher=dataclasses.replace(TOY, prompt="query: "))
     with pytest.raises(MissingRows, match=r"corpus 'half' has texts without a vector in space toy@.*first.*row 20"):
@@ -112,7 +112,7 @@ def test_a_corpus_that_was_never_encoded_to_its_end_is_not_exported(tmp_path: Pa
         ("hf-dataset", "float32"),
     ],
 )
-def test_an_exported_number_is_the_stored_one(tmp_path: Path, form: str, storage: str) -> None:
+def test_exported_vectors_equal_the_stored_ones(tmp_path: Path, form: str, storage: str) -> None:
     built(tmp_path, TEXTS, storage=storage)
     report = export(tmp_path / "cache", named(tmp_path, form), form)
     half = ENCODINGS[storage].dtype == "<f2"
@@ -125,7 +125,7 @@ def test_an_exported_number_is_the_stored_one(tmp_path: Path, form: str, storage
 
 
 def load(path: Path) -> tuple[list[str], npt.NDArray[Any]]:
-    """Texts and vectors of an export, as a reader that does not know this package finds them."""
+    """Texts and vectors of an export, read without this package."""
     if (path / "vectors.npy").exists():
         return jsonl(path / "texts.jsonl"), np.load(path / "vectors.npy", allow_pickle=False)
     if path.suffix == ".parquet":
@@ -141,7 +141,7 @@ def load(path: Path) -> tuple[list[str], npt.NDArray[Any]]:
     return table.column("text").to_pylist(), label.flatten().to_numpy().reshape(len(label), -1)
 
 
-def test_a_parquet_file_carries_its_space(tmp_path: Path) -> None:
+def test_a_parquet_file_contains_its_space(tmp_path: Path) -> None:
     import pyarrow.parquet
 
     built(tmp_path, TEXTS)
@@ -151,7 +151,7 @@ def test_a_parquet_file_carries_its_space(tmp_path: Path) -> None:
     assert described["corpus"] is None
 
 
-def test_a_dataset_folder_gives_tensors_and_says_whose_vectors_they_are(tmp_path: Path) -> None:
+def test_a_dataset_folder_returns_tensors_and_describes_its_space(tmp_path: Path) -> None:
     import datasets
     import torch
 
@@ -164,12 +164,12 @@ def test_a_dataset_folder_gives_tensors_and_says_whose_vectors_they_are(tmp_path
     assert isinstance(label, torch.Tensor)
     assert label.tolist() == teacher_vectors(TEXTS[:1]).astype(np.float16)[0].tolist()
     assert dataset.info.description == resolve(TOY).space.describe()
-    # The library keeps what `map` made by this name.
+    # The library names the cached results of `map` after it.
     assert dataset._fingerprint != datasets.load_from_disk(str(tmp_path / "other"))._fingerprint
 
 
 @pytest.mark.slow
-def test_sentence_transformers_trains_on_an_exported_dataset_as_it_is(tmp_path: Path, tiny_student: Path) -> None:
+def test_sentence_transformers_trains_on_an_exported_dataset(tmp_path: Path, tiny_student: Path) -> None:
     import datasets
     from sentence_transformers import (
         SentenceTransformer,
@@ -191,7 +191,7 @@ def test_sentence_transformers_trains_on_an_exported_dataset_as_it_is(tmp_path: 
 
 
 @pytest.mark.parametrize("form", EXPORT_FORMATS)
-def test_an_output_that_is_there_is_left_alone(tmp_path: Path, form: str) -> None:
+def test_an_existing_output_is_not_changed(tmp_path: Path, form: str) -> None:
     built(tmp_path, TEXTS)
     output = named(tmp_path, form)
     output.write_text("mine")
@@ -218,7 +218,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, form: str, monkeypa
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_a_space_that_loses_vectors_while_it_is_exported_is_not_exported_short(
+def test_an_export_of_a_space_that_loses_vectors_meanwhile_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built(tmp_path, TEXTS)
@@ -230,7 +230,7 @@ def test_a_space_that_loses_vectors_while_it_is_exported_is_not_exported_short(
 
 @pytest.mark.parametrize("which", ["spaces/*/vectors.zarr/c/0/0", "texts/keys/c/0/0"])
 def test_damage_is_not_exported(tmp_path: Path, which: str) -> None:
-    built(tmp_path, TEXTS, storage="float16-raw")  # nothing but the digest protects float16-raw values
+    built(tmp_path, TEXTS, storage="float16-raw")  # float16-raw has no checksum, only the digest
     (path,) = (tmp_path / "cache").glob(which)
     body = bytearray(path.read_bytes())
     body[5] ^= 0x10
@@ -240,9 +240,7 @@ def test_damage_is_not_exported(tmp_path: Path, which: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_exported_is_said_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_exports_are_errors_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built(tmp_path, ["nan 1"], teacher=BadVectors.options())
     with pytest.raises(CacheError, match="unknown export format 'lance'; expected one of npy, parquet, hf-dataset"):
         export(tmp_path / "cache", tmp_path / "out", "lance")
@@ -264,7 +262,7 @@ def test_progress_of_an_export_ends_at_its_rows(tmp_path: Path, monkeypatch: pyt
     assert seen == [("writing", 8, 20), ("writing", 16, 20), ("writing", 20, 20)]
 
 
-def test_the_key_of_a_text_is_in_the_export_as_others_would_compute_it(tmp_path: Path) -> None:
+def test_exported_keys_can_be_computed_without_this_package(tmp_path: Path) -> None:
     built(tmp_path, TEXTS)
     export(tmp_path / "cache", tmp_path / "out", "npy")
     assert np.load(tmp_path / "out/keys.npy")[0].tobytes() == blake2b(TEXTS[0].encode(), digest_size=16).digest()
