@@ -171,7 +171,7 @@ def build(
         token_encoding(token_storage)
     spec, shape = resolve_with_tokens(teacher, tokens)
     if isinstance(cache, TeacherCache) and not cache.index.writable:
-        raise CacheError(f"{cache.path} is open for reading only: open it with mode 'r+' or 'a'")
+        raise CacheError(f"{cache.path} is open for reading only: open it with mode='a'")
     with nullcontext(cache) if isinstance(cache, TeacherCache) else TeacherCache.open(cache, "a") as table:
         if name is None:
             name = _default_name(corpus, table)
