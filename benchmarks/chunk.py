@@ -1,10 +1,10 @@
-"""Where the time of a streamed chunk goes: read, checksum, decompression, and all of it as the store does it.
+"""Time of a streamed chunk by step: read, checksum, decompression, and the whole read of the store.
 
     python benchmarks/chunk.py [--rows 1000000] [--dims 384] [--quick] [--json FILE]
 
-Chunks of the default format, asked for in windows of a shuffled epoch as training asks for them, all in memory.
-Microseconds a chunk of 64 rows: what each step adds to those before it, in medians of interleaved rounds. The last line
-is what is left for the store's own bookkeeping.
+Chunks of the default encoding, in the page cache, read in windows of a shuffled epoch as in training. Prints
+microseconds per chunk of 64 rows that each step adds, medians of interleaved rounds. The last line is the rest: the
+store's own bookkeeping.
 """
 
 import argparse
@@ -35,7 +35,7 @@ WINDOWS = 20
 ROUNDS = 7
 
 
-def made_up(folder: Path, rows: int, dims: int) -> None:
+def write_random(folder: Path, rows: int, dims: int) -> None:
     random = np.random.default_rng(0)
 
     def block(count: int) -> npt.NDArray[np.float16]:
@@ -50,7 +50,7 @@ def made_up(folder: Path, rows: int, dims: int) -> None:
 
 
 def parts(view: SpaceView, order: WindowedShuffle) -> dict[str, float]:
-    """Microseconds a chunk that each step adds."""
+    """Microseconds per chunk that each step adds."""
     array = view.vectors
     windows = [order.records_of(0, number) for number in range(min(WINDOWS, order.windows))]
     out = array.empty(order.window + order.batch)
@@ -66,7 +66,7 @@ def parts(view: SpaceView, order: WindowedShuffle) -> dict[str, float]:
             groups.append([(shard.file, offset, buffer[:size]) for shard, (offset, size), buffer in reads])
     places = [out[start : start + CHUNK_ROWS] for start in range(0, READ_CHUNKS * CHUNK_ROWS, CHUNK_ROWS)]
 
-    def as_far_as(checksum: bool, decompress: bool) -> None:
+    def steps(checksum: bool, decompress: bool) -> None:
         for group in groups:
             read_all(group)
             if checksum:
@@ -81,9 +81,9 @@ def parts(view: SpaceView, order: WindowedShuffle) -> dict[str, float]:
             array.read(rows, out[: len(rows)])
 
     runs: dict[str, Callable[[], None]] = {
-        "read": lambda: as_far_as(False, False),
-        "checksum": lambda: as_far_as(True, False),
-        "decompress": lambda: as_far_as(True, True),
+        "read": lambda: steps(False, False),
+        "checksum": lambda: steps(True, False),
+        "decompress": lambda: steps(True, True),
         "everything else": whole,
     }
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -106,16 +106,16 @@ def main() -> None:
     given = parser.parse_args()
     rows = 50_000 if given.quick else given.rows
     with tempfile.TemporaryDirectory() as folder:
-        made_up(Path(folder) / "cache", rows, given.dims)
+        write_random(Path(folder) / "cache", rows, given.dims)
         with TeacherCache.open(Path(folder) / "cache") as cache:
             found = parts(cache.space(), WindowedShuffle(rows, 256))
     whole = sum(found.values())
     record = {"rows": rows, "dims": given.dims, "microseconds": found}
     if given.json:
         given.json.write_text(json.dumps(record, indent=2))
-    print(f"{whole:.1f} us a chunk, {CHUNK_ROWS / whole:.2f} million rows a second")
+    print(f"{whole:.1f} us per chunk, {CHUNK_ROWS / whole:.2f} million rows per second")
     for name, value in found.items():
-        print(f"{name}: {value:.1f} us a chunk, {value / whole:.2f} of the whole")
+        print(f"{name}: {value:.1f} us per chunk, {value / whole:.2f} of the whole")
 
 
 if __name__ == "__main__":

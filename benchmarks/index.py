@@ -1,12 +1,12 @@
-"""The index of text keys beside a table of sqlite3: building, looking up, size on disk, opening.
+"""The index of text keys compared with a table of sqlite3: building, look-up, size on disk, opening.
 
     python benchmarks/index.py [--quick] [--json FILE] [--scratch FOLDER]
 
-Keys are random, as hashes of texts are. Both put the same batches, sorted by key, each into one durable
-transaction: all of one shard (8,192 keys), and eight shards at once. sqlite3 has a `WITHOUT ROWID` table, a
-write-ahead log and `synchronous=FULL`. Look-ups are batches of 8,192 random keys, known and unknown; sqlite3 gets
-them in one `IN` query, which is faster than one query a key. Rounds are interleaved, figures are medians. A cache
-is opened, and its only space found, in a process that has imported everything.
+Keys are random, like hashes of texts. Both write the same batches, sorted by key, each in one durable transaction:
+one shard (8,192 keys), and eight shards. sqlite3 has a `WITHOUT ROWID` table, a write-ahead log and
+`synchronous=FULL`. Look-ups are batches of 8,192 random keys, known and unknown; sqlite3 gets them in one `IN` query,
+which is faster than one query per key. Rounds are interleaved, figures are medians. A cache is opened, and its only
+space found, in a process that has already imported everything.
 """
 
 import argparse
@@ -37,14 +37,14 @@ SIZES = (20_000, 200_000, 2_000_000)
 QUICK_SIZES = (20_000, 100_000)
 ONE_SHARD = 8192
 EIGHT_SHARDS = 8 * ONE_SHARD
-ASKED = 8192
+LOOKED_UP = 8192
 ROUNDS = 3
-QUESTIONS = 20
+LOOKUP_BATCHES = 20
 OPENINGS = 50
 
 
 class Ours:
-    """`Index`, as builds use it."""
+    """`Index`, used as in builds."""
 
     name = "index"
 
@@ -65,7 +65,7 @@ class Ours:
 
 
 class Sqlite:
-    """A table of the standard library's database."""
+    """A table of the standard library's sqlite3."""
 
     name = "sqlite3"
 
@@ -116,12 +116,12 @@ def look_up(find: Callable[[Sequence[bytes]], list[int]], keys: Sequence[bytes],
     found: list[int] = []
     took = seconds(lambda: found.extend(find(keys)))
     if found != list(rows):
-        raise RuntimeError("a look-up answered wrong")
+        raise RuntimeError("a look-up returned a wrong row")
     return took
 
 
 def measure(size: int, scratch: Path) -> dict[str, Any]:
-    """Every figure of one size: keys a second, bytes a row, milliseconds."""
+    """All figures of one size: keys per second, bytes per row, milliseconds."""
     keys = random_keys(size, 1)
     rng = np.random.default_rng(3)
     times: dict[str, list[float]] = {}
@@ -132,32 +132,32 @@ def measure(size: int, scratch: Path) -> dict[str, Any]:
             for store in stores:
                 times.setdefault(f"{store.name}_put_{batch}", []).append(build_all(store, keys, batch))
             if batch == EIGHT_SHARDS:
-                for question in range(QUESTIONS):
-                    unknown = random_keys(ASKED, 2 + question)
-                    rows = rng.integers(0, size, ASKED).tolist()
+                for question in range(LOOKUP_BATCHES):
+                    unknown = random_keys(LOOKED_UP, 2 + question)
+                    rows = rng.integers(0, size, LOOKED_UP).tolist()
                     known = [keys[row] for row in rows]
                     for store in stores:
-                        ask = times.setdefault(f"{store.name}_known", [])
-                        ask.append(look_up(store.find, known, rows))
-                        ask = times.setdefault(f"{store.name}_unknown", [])
-                        ask.append(look_up(store.find, unknown, [-1] * ASKED))
+                        times_of = times.setdefault(f"{store.name}_known", [])
+                        times_of.append(look_up(store.find, known, rows))
+                        times_of = times.setdefault(f"{store.name}_unknown", [])
+                        times_of.append(look_up(store.find, unknown, [-1] * LOOKED_UP))
             for store in stores:
                 store.close()
                 figures[f"{store.name}_bytes_{batch}"] = store.file.stat().st_size / size
                 shutil.rmtree(store.file.parent)
     for name, took in times.items():
-        figures[name] = (size if "_put_" in name else ASKED) / median(took)
+        figures[name] = (size if "_put_" in name else LOOKED_UP) / median(took)
     return figures | measure_cache(size, keys, scratch)
 
 
 def measure_cache(size: int, keys: Sequence[bytes], scratch: Path) -> dict[str, Any]:
-    """Opening a cache with that many keys, and its sealed copy."""
+    """Open a cache with `size` keys, and its sealed copy."""
     path = scratch / "cache"
     corpus = scratch / "corpus.txt"
     corpus.write_text("one text\nanother\n")
     build(Corpus.open(corpus), TeacherOptions(model="toy"), path)
     with TeacherCache.open(path, "a") as cache:
-        # Keys alone: neither opening nor sealing looks at the texts.
+        # Only keys: neither opening nor sealing reads the texts.
         for start in range(0, size, EIGHT_SHARDS):
             cache.index.commit([], keys=keys[start : start + EIGHT_SHARDS], first_row=start)
 
@@ -170,16 +170,16 @@ def measure_cache(size: int, keys: Sequence[bytes], scratch: Path) -> dict[str, 
         name: median(seconds(lambda: open_and_close(sealed)) for _ in range(OPENINGS))  # noqa: B023
         for name, sealed in (("open_ms", False), ("open_sealed_ms", True))
     }
-    rows = np.random.default_rng(4).integers(0, size, ASKED).tolist()
+    rows = np.random.default_rng(4).integers(0, size, LOOKED_UP).tolist()
     with TeacherCache.open(path, sealed=True) as copy:
-        asked = [keys[row] for row in rows]
-        known = [look_up(lambda some: copy.index.find(some).tolist(), asked, rows) for _ in range(QUESTIONS)]
+        some_keys = [keys[row] for row in rows]
+        known = [look_up(lambda some: copy.index.find(some).tolist(), some_keys, rows) for _ in range(LOOKUP_BATCHES)]
     sealed_bytes = (path / "index.sealed" / DATA).stat().st_size
     shutil.rmtree(path)
     return {
         "seal": size / took,
         "sealed_bytes": sealed_bytes / size,
-        "sealed_known": ASKED / median(known),
+        "sealed_known": LOOKED_UP / median(known),
         **{name: 1000 * value for name, value in opening.items()},
     }
 
@@ -201,7 +201,7 @@ def table(all_figures: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(f"  {'look up in the sealed copy':<30} {of['sealed_known']:>12,.0f} keys/s")
         lines.append(f"  {'seal':<30} {of['seal']:>12,.0f} keys/s")
         lines.append(
-            f"  {'bytes a row':<30} {of['sealed_bytes']:.1f} sealed; live {of[f'index_bytes_{ONE_SHARD}']:.1f} "
+            f"  {'bytes per row':<30} {of['sealed_bytes']:.1f} sealed; live {of[f'index_bytes_{ONE_SHARD}']:.1f} "
             f"(8,192) and {of[f'index_bytes_{EIGHT_SHARDS}']:.1f} (65,536); sqlite3 "
             f"{of[f'sqlite3_bytes_{EIGHT_SHARDS}']:.1f}"
         )
@@ -215,7 +215,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller sizes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too")
-    parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="where to write; by default the system's own")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="FOLDER", help="where to write; by default the temporary folder of the system"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         figures = [measure(size, Path(scratch)) for size in (QUICK_SIZES if options.quick else SIZES)]
@@ -225,7 +227,7 @@ def main() -> None:
     last = figures[-1]
     print(
         f"index of {last['rows']:,} keys: {last[f'index_put_{EIGHT_SHARDS}']:,.0f} keys/s put, "
-        f"{last['index_known']:,.0f} look-ups/s, {last['sealed_bytes']:.1f} bytes a row sealed, opened in "
+        f"{last['index_known']:,.0f} look-ups/s, {last['sealed_bytes']:.1f} bytes per row sealed, opened in "
         f"{last['open_ms']:.1f} ms"
     )
 

@@ -23,7 +23,7 @@ CORPUS = "made-up"
 
 
 def space_of(dims: int, name: str = "made-up") -> EmbeddingSpace:
-    """The space of vectors that no teacher gave."""
+    """A space of random vectors."""
     return EmbeddingSpace(
         teacher=name,
         revision="",
@@ -42,7 +42,7 @@ def space_of(dims: int, name: str = "made-up") -> EmbeddingSpace:
 
 
 class Own(Contender, ShardWriter):
-    """`WindowedReader` over vectors alone, with a window of so many rows, and `SpaceView.gather`; both in float16."""
+    """`WindowedReader` over vectors, with a window of `window` rows, and `SpaceView.gather`; both in float16."""
 
     def __init__(self, folder: Path, rows: int, dims: int, storage: str = "float16", window: int = 16_384) -> None:
         super().__init__(folder, rows, dims)
@@ -50,7 +50,7 @@ class Own(Contender, ShardWriter):
         self.window = window
 
     def load(self) -> None:
-        import numcodecs  # noqa: F401  what reading a coded shard would import
+        import numcodecs  # noqa: F401  imported by the first read of a compressed shard
 
     def write(self, vectors: Path) -> None:
         with TeacherCache.open(self.folder / "cache", "a") as cache:
@@ -65,7 +65,7 @@ class Own(Contender, ShardWriter):
         self.reader = WindowedReader(self.cache, self.view, order, manifest.rows_of, texts=0, dtype=np.float16)
 
     def stream(self, epoch: int) -> Iterator[Float16]:
-        # Of neighbouring epochs the reader would have the first window at once, read while nobody measured.
+        # Of consecutive epochs, the reader would have prefetched the first window before the measurement.
         for batch in self.reader.epoch(2 * epoch):
             yield batch.vectors
 
@@ -73,7 +73,7 @@ class Own(Contender, ShardWriter):
         return self.view.gather(rows, dtype=np.float16)
 
     def write_shards(self, vectors: Float16, folder: Path) -> None:
-        """Whole shards, each durable when its call returns."""
+        """Write whole shards, each durable when its call returns."""
         array = create_vectors(folder / "vectors.zarr", find_encoding(self.storage), self.dims, SHARD_ROWS)
         for number, start in enumerate(range(0, len(vectors), SHARD_ROWS)):
             block = vectors[start : start + SHARD_ROWS]
@@ -82,7 +82,7 @@ class Own(Contender, ShardWriter):
 
 
 class RepeatedShard(Own):
-    """Every shard is the first one's file under another name: ten million rows that take the disk of 8,192."""
+    """Every shard is a hard link to the first one: ten million rows on the disk space of 8,192."""
 
     def write(self, vectors: Path) -> None:
         with TeacherCache.open(self.folder / "cache", "a") as cache:
@@ -104,7 +104,7 @@ class RepeatedShard(Own):
 
 
 def write_rows(cache: TeacherCache, space: EmbeddingSpace, storage: str, blocks: Iterator[Float16]) -> SpaceView:
-    """Store vectors, and texts that stand for them, one shard a block."""
+    """Store vectors and placeholder texts, one shard per block."""
     view = cache.ensure_space(space, storage)
     start = 0
     for number, block in enumerate(blocks):
@@ -117,7 +117,7 @@ def write_rows(cache: TeacherCache, space: EmbeddingSpace, storage: str, blocks:
 
 
 def publish_rows(cache: TeacherCache, rows: int) -> None:
-    """A corpus of all rows in table order."""
+    """Publish a corpus of all rows in table order."""
     with writing_manifest(cache.path, CORPUS, 1) as (writer, written):
         for start in range(0, rows, 2**20):
             writer.append(np.arange(start, min(start + 2**20, rows)).reshape(-1, 1))
@@ -133,11 +133,11 @@ def publish_rows(cache: TeacherCache, rows: int) -> None:
 
 
 def format_size(vectors: npt.NDArray[np.floating], storage: str, folder: Path) -> dict[str, float]:
-    """Store real vectors in one format in an empty folder and compare what is read back.
+    """Store real vectors in one encoding in an empty folder, and compare them with the stored values.
 
     Returns:
-        `stored`: rows that the format took; `bytes`: of its shard files; `worst`, `mean`: 1 - cos between a vector
-        and what is read back.
+        `stored`: number of stored rows; `bytes`: of the shard files; `worst`, `mean`: 1 - cos between a vector and
+        its stored values.
     """
     space = space_of(vectors.shape[1])
     errors: list[npt.NDArray[np.float64]] = []
@@ -146,8 +146,8 @@ def format_size(vectors: npt.NDArray[np.floating], storage: str, folder: Path) -
         for number, start in enumerate(range(0, len(vectors), cache.shard_rows)):
             block = np.asarray(vectors[start : start + cache.shard_rows], dtype=np.float32)
             rows = np.arange(start, start + len(block))
-            _, refused = view.write(number, rows, block)
-            kept = np.setdiff1d(rows, np.fromiter(refused, dtype=np.int64))
+            _, quarantined = view.write(number, rows, block)
+            kept = np.setdiff1d(rows, np.fromiter(quarantined, dtype=np.int64))
             errors.append(cosine_errors(block[kept - start].astype(np.float64), view.gather(kept, dtype=np.float64)))
         size = sum(record.size for _, record in cache.index.iter_shards(view.array_name))
     found = np.concatenate(errors)

@@ -1,17 +1,17 @@
-"""The store beside what people use: memory map, datasets, MosaicML streaming, litdata, Lance, parquet, LMDB, zarr.
+"""The store compared with a memory map, datasets, MosaicML streaming, litdata, Lance, parquet, LMDB and zarr.
 
     python benchmarks/store.py [stream gather memory shuffle write size ...] [--quick] [--json FILE] [--markdown FILE]
 
-All hold the same made-up float16 vectors of unit length, in 100 contiguous sources. Each runs in a process of its
-own; rounds of all are interleaved, figures are medians, ratios medians of the rounds' ratios. A library that is not
-installed is absent (`pip install 'teacher-cache[bench]'`, in an environment without the `train` extra).
+All hold the same random float16 vectors of unit length, in 100 contiguous sources. Each runs in its own process;
+rounds are interleaved, figures are medians, ratios medians of the rounds' ratios. Libraries that are not installed are
+skipped (`pip install 'teacher-cache[bench]'`, in an environment without the `train` extra).
 
-- stream: rows a second of a shuffled epoch in batches of 256, files in the page cache; peak memory of that.
-- gather: milliseconds for 256 random rows; hot, and cold: in fresh processes, the files' pages dropped.
-- memory: peak resident memory of our stream at a tenth of the rows, all, and ten times as many.
-- shuffle: pairs of one source in a batch, relative to a true permutation.
-- write: rows a second of whole shards in the default format; ours synced to disk, zarr-python's not.
-- size: of real vectors (`--vectors FILE.npy`) in every number format, against float32, and what they lose.
+- stream: rows per second of a shuffled epoch in batches of 256, files in the page cache; its peak memory.
+- gather: milliseconds for 256 random rows; hot, and cold: in fresh processes, with the files' pages dropped.
+- memory: peak resident memory of our stream with a tenth of the rows, all, and ten times as many.
+- shuffle: same-source pairs in a batch, relative to a true permutation.
+- write: rows per second of whole shards in the default encoding; ours synced to disk, zarr-python's not.
+- size: of real vectors (`--vectors FILE.npy`) in every encoding, relative to float32, and their errors.
 """
 
 import argparse
@@ -38,10 +38,10 @@ from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.table.cache import SHARD_ROWS
 
 LIBRARIES = ("numpy", "zarr", "numcodecs", "lmdb", "datasets", "pyarrow", "mosaicml-streaming", "litdata", "pylance")
-# The others gather as these do.
+# The other contenders gather in the same way as one of these.
 GATHERERS = tuple(name for name in CONTENDERS if name not in (DEFAULT_64K, RAW_64K, HF_ITERABLE))
 WRITTEN_SHARDS = 16
-# Of one process; few, as pages that it has mapped cannot be dropped.
+# Per process; few, because pages that it has mapped cannot be dropped.
 COLD_GATHERS = 2
 Figures = dict[str, Any]
 
@@ -50,9 +50,9 @@ class Store:
     """The measures.
 
     Args:
-        rounds: of each.
-        seconds: after which an epoch is broken off; its rate is that of the part it read.
-        gathers: of a hot round, at most.
+        rounds: of each measure.
+        seconds: after which an epoch is stopped; its rate is that of the part it read.
+        gathers: in a hot round, at most.
     """
 
     def __init__(self, contest: Contest, rounds: int, seconds: float, gathers: int, vectors: list[Path]) -> None:
@@ -79,7 +79,7 @@ class Store:
 
     def gather(self) -> Figures:
         def ask(process: Process, number: int) -> Figures:
-            # The first turn is longer: it also maps pages that the later ones need.
+            # The warm-up round is longer: it also maps pages for the later ones.
             times = self.gathers if number >= 0 else 5 * self.gathers
             return process.ask("gather", seed=number + 1, times=times, limit=5.0)
 
@@ -99,7 +99,7 @@ class Store:
         }
 
     def _cold(self, name: str, number: int) -> Figures:
-        """Gathers in a fresh process, before each of which all pages are dropped that it has not touched yet."""
+        """Gathers in a fresh process; before each, all pages that it has not touched are dropped."""
         taken: list[float] = []
         resident: list[float] = []
         with self.contest.running(name) as process:
@@ -177,7 +177,7 @@ def _latency(answers: list[Figures]) -> Figures:
 
 
 def machine() -> Figures:
-    """What the figures were measured on."""
+    """Description of this machine."""
     versions = {}
     for library in LIBRARIES:
         try:
@@ -193,10 +193,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dims", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=20.0, help="after which an epoch is broken off")
+    parser.add_argument("--seconds", type=float, default=20.0, help="after which an epoch is stopped")
     parser.add_argument("--quick", action="store_true", help="20,000 rows, 2 rounds of at most 2 seconds")
-    parser.add_argument("--only", action="append", default=[], metavar="PART", help="contenders whose name has this")
-    parser.add_argument("--folder", type=Path, help="for the data; complete ones there are used again")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PART", help="only contenders whose name contains this"
+    )
+    parser.add_argument("--folder", type=Path, help="for the data; complete data in it are reused")
     parser.add_argument("--vectors", type=Path, action="append", default=[], metavar="FILE.npy", help="for `size`")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")

@@ -12,14 +12,14 @@ MIB = 2**20
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median of the rounds' ratios: what slows both in one round does not count."""
-    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+    """Median of the rounds' ratios, which a slow round of both does not change."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 def ratios(results: Figures) -> dict[str, float]:
-    """Every ratio whose two sides were measured; what to compare them with stands in the documentation.
+    """Every ratio whose two sides were measured.
 
-    The stream of the default format against the fastest of what people train from comes last.
+    The last one compares the stream of the default encoding with the fastest other data loader.
     """
     found: dict[str, float] = {}
     stream = {name: figures["rates"] for name, figures in results.get("stream", {}).items()}
@@ -53,12 +53,12 @@ def ratios(results: Figures) -> dict[str, float]:
 
 
 def smaller(sizes: Figures, dims: int) -> float:
-    """How many times smaller than float32 the rows of one format are."""
+    """Size of float32 rows relative to those of one encoding."""
     return float(FLOAT32_BYTES * sizes["stored"] * dims / sizes["bytes"])
 
 
 def main_figure(found: dict[str, float]) -> str:
-    """One line: the last ratio."""
+    """The last ratio, as one line."""
     if not found:
         return "no ratio: its two sides were not measured"
     label, value = list(found.items())[-1]
@@ -139,7 +139,7 @@ _TABLES = {"stream": _stream, "gather": _gather, "memory": _memory, "shuffle": _
 
 
 def markdown(results: Figures) -> str:
-    """All that was measured, as tables, and what it was measured on."""
+    """All results as tables, with a description of the machine."""
     versions = ", ".join(f"{library} {found}" for library, found in results["versions"].items())
     parts = [
         f"{results['rows']:,} x {results['dims']} float16, medians of {results['rounds']} rounds; "

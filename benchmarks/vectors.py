@@ -1,4 +1,4 @@
-"""Made-up vectors that every contender stores, and how to tell afterwards which rows it gave back."""
+"""Random vectors that every contender stores, and a search for the rows of a batch."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,12 +11,12 @@ Float16 = npt.NDArray[np.float16]
 
 BLOCK_ROWS = 8192
 SOURCES = 100
-# Four float16 numbers of a row are its fingerprint: 64 bits.
+# A row is identified by its first four float16 numbers: 64 bits.
 KEY_VALUES = 4
 
 
-def made_up(rows: int, dims: int, seed: int = 0) -> Iterator[Float16]:
-    """Blocks `(<= 8192, dims)` of Gaussian directions of unit length, the same for the same seed."""
+def random_vectors(rows: int, dims: int, seed: int = 0) -> Iterator[Float16]:
+    """Blocks `(<= 8192, dims)` of random vectors of unit length, the same for the same seed."""
     for number, start in enumerate(range(0, rows, BLOCK_ROWS)):
         random = np.random.default_rng((seed, number))
         block = random.standard_normal((min(BLOCK_ROWS, rows - start), dims), dtype=np.float32)
@@ -25,10 +25,10 @@ def made_up(rows: int, dims: int, seed: int = 0) -> Iterator[Float16]:
 
 
 def write_vectors(path: Path, rows: int, dims: int, seed: int = 0) -> None:
-    """An .npy file of `made_up` vectors."""
+    """Write an .npy file of `random_vectors`."""
     vectors = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=(rows, dims))
     start = 0
-    for block in made_up(rows, dims, seed):
+    for block in random_vectors(rows, dims, seed):
         vectors[start : start + len(block)] = block
         start += len(block)
     vectors.flush()
@@ -42,9 +42,9 @@ def blocks_of(path: Path) -> Iterator[Float16]:
 
 
 class RowFinder:
-    """Tells which rows of the .npy file a batch holds, by the first numbers of each vector.
+    """Finds the rows of the .npy file in a batch, by the first numbers of each vector.
 
-    So the order in which any contender serves its rows can be judged, though none of them says it.
+    It shows in which order a contender returns rows, which no contender reports.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,12 +58,12 @@ class RowFinder:
         """`(n,)` row numbers.
 
         Raises:
-            ValueError: a vector that is not in the file.
+            ValueError: a vector is not in the file.
         """
         keys = _keys(batch)
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         if (self._keys[places] != keys).any():
-            raise ValueError(f"{int((self._keys[places] != keys).sum())} of {len(batch)} vectors are not those stored")
+            raise ValueError(f"{int((self._keys[places] != keys).sum())} of {len(batch)} vectors are not in the file")
         return self._rows[places]
 
 
@@ -72,19 +72,19 @@ def _keys(block: Float16) -> npt.NDArray[np.uint64]:
 
 
 def source_of(rows: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
-    """Which of the 100 sources, equal and contiguous, a row came from."""
+    """The source of each row, one of 100 equal and contiguous ones."""
     return rows * SOURCES // total
 
 
 def same_source_pairs(sources: npt.NDArray[np.int64]) -> int:
-    """Pairs of a batch's members that have one source."""
+    """Pairs of rows in a batch with the same source."""
     counts = np.bincount(sources)
     return int((counts * (counts - 1)).sum()) // 2
 
 
 @lru_cache
 def expected_pairs(batch: int, total: int) -> float:
-    """Same-source pairs of `batch` rows drawn without replacement from all: what a true permutation gives."""
+    """Expected same-source pairs of `batch` rows drawn without replacement, as in a true permutation."""
     sizes = np.bincount(source_of(np.arange(total), total))
     within = float((sizes * (sizes - 1)).sum()) / (total * (total - 1))
     return batch * (batch - 1) / 2 * within

@@ -16,5 +16,5 @@ def test_the_steps_of_a_chunk_add_up_to_the_whole(
     found = json.loads(target.read_text())["microseconds"]
     assert list(found) == ["read", "checksum", "decompress", "everything else"]
     first, *steps = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{sum(found.values()):.1f} us a chunk")
+    assert first.startswith(f"{sum(found.values()):.1f} us per chunk")
     assert [line.partition(":")[0] for line in steps] == list(found)

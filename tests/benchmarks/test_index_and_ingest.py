@@ -31,7 +31,7 @@ def run(
 def test_the_index_is_measured_beside_sqlite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(index, "QUESTIONS", 2)
+    monkeypatch.setattr(index, "LOOKUP_BATCHES", 2)
     monkeypatch.setattr(index, "OPENINGS", 2)
     figures, last = run(index, (1000, 20_000), tmp_path, monkeypatch, capsys)
     assert [of["rows"] for of in figures] == [1000, 20_000]
@@ -42,7 +42,7 @@ def test_the_index_is_measured_beside_sqlite(
 
 
 def test_a_wrong_answer_stops_the_measuring() -> None:
-    with pytest.raises(RuntimeError, match="answered wrong"):
+    with pytest.raises(RuntimeError, match="returned a wrong row"):
         index.look_up(lambda keys: [0, 2], [b"a", b"b"], [0, 1])
 
 

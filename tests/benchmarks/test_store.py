@@ -23,7 +23,7 @@ from benchmarks.vectors import (
     RowFinder,
     blocks_of,
     expected_pairs,
-    made_up,
+    random_vectors,
     same_source_pairs,
     source_of,
     write_vectors,
@@ -64,7 +64,7 @@ def test_sources_are_contiguous_and_of_equal_size() -> None:
 
 def test_made_up_vectors_have_unit_length_and_are_the_same_again(tmp_path: Path) -> None:
     write_vectors(tmp_path / "vectors.npy", 8200, 16)
-    again = list(made_up(8200, 16))
+    again = list(random_vectors(8200, 16))
     assert [len(block) for block in again] == [8192, 8]
     for block, written in zip(again, blocks_of(tmp_path / "vectors.npy"), strict=True):
         np.testing.assert_array_equal(block, written)
