@@ -171,7 +171,7 @@ def test_a_nan_with_another_digest_is_reported_as_both(path: Path) -> None:
 def test_a_wrong_length_with_another_digest_is_reported_as_another_digest_only(path: Path) -> None:
     with TeacherCache.open(path) as cache:
         view = cache.space()
-        view.vectors.write_shard(1, view.encoding.store(2 * said(TEXTS[8:16])), np.ones(8, dtype=bool))
+        view.vectors.write_shard(1, view.encoding.store(2 * teacher_vectors(TEXTS[8:16])), np.ones(8, dtype=bool))
     assert [damage.kind for damage in verify(path, deep=True).damage] == ["digest"]
 
 
@@ -428,7 +428,7 @@ def test_a_shard_that_is_replaced_during_the_check_is_checked_again(
             opened.append(number)
             if len(opened) == 1:
                 with TeacherCache.open(tmp_path / "cache", "r+") as cache:
-                    commit_vectors(cache.space(), 1, said(numbered(8)))
+                    commit_vectors(cache.space(), 1, teacher_vectors(numbered(8)))
         return open_shard(array, number)
 
     monkeypatch.setattr(ShardedArray, "open_shard", replace_first)
