@@ -134,7 +134,7 @@ def lines(found: "Plan") -> list[str]:
     ]
     for name, device in found.devices.items():
         step = "-" if device.step_ms is None else f"{device.step_ms:,.0f}"
-        time = "-" if device.hours is None else duration(3600 * device.hours)
+        time = "-" if device.step_ms is None or not found.steps else duration(found.steps * device.step_ms / 1000)
         fits = "yes" if device.fits else "no"
         note = f"  {device.note}" if device.note else ""
         printed.append(
