@@ -38,7 +38,7 @@ def test_tables_are_printed_and_written_also_with_methods_that_cannot_run(measur
     assert result.exit_code == 0, result.output
     for text in (result.stdout, (folder / "cost.md").read_text(encoding="utf-8")):
         assert "The corpus's own lengths" in text
-        assert "8 tokens a text" in text
+        assert "8 tokens per text" in text
         assert "talas+asam" in text
         assert "emo: " in text
         assert "tokens" in text
