@@ -259,7 +259,7 @@ def show_comparison(comparison: "Comparison", record: dict[str, Any], output: Pa
 @click.option("--output-dir", type=PATH, default=Path("distill-demo"), help="Folder for the cache and the run.")
 @common_options
 def demo(output_dir: Path) -> None:
-    """Build a cache and train a student, offline, in 3 minutes.
+    """Build a cache and train a student, offline, in about a minute.
 
     The corpus is part of the package and the teacher comes with the `demo` extra.
 
@@ -276,11 +276,14 @@ def demo(output_dir: Path) -> None:
     emit(
         result.to_json(),
         lambda: [
+            f"corpus: {result.corpus}",
+            f"teacher: {result.teacher}",
             f"cache: {result.cache} ({count(result.build['distinct'], 'text')}, {result.build['encoded']:,} encoded "
             "now)",
+            f"student before training: {result.student}",
             f"run: {result.run['output_dir']} ({count(result.run['steps'], 'step')})",
             *agreement_lines(result.run["agreement"]),
-            f"student: {result.run['final']}",
+            f"trained student: {result.run['final']}",
         ],
         f"tcache info {result.cache}; then your own corpus: tcache build CORPUS.jsonl --teacher T --cache C",
     )
