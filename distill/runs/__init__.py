@@ -1,1 +1,1 @@
-"""One run, many runs, and the commands built on them."""
+"""What the commands run: one training, sweeps of many, the demo, and the lists of names."""

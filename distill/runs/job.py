@@ -1,7 +1,7 @@
-"""One run in a process of its own: trained, then scored. `distill sweep` starts it; see `distill.runs.launch`.
+"""The process of one run of a sweep: trains and scores it. `distill.runs.launch` starts it.
 
-The order is one line of JSON on standard input. When that input ends, whoever gave the order is gone or wants no
-more, and the process ends as well: a killed sweep leaves nothing running.
+The job is one line of JSON on standard input. The process stops when its standard input is closed, so that a killed
+sweep leaves no process behind.
 """
 
 import json
@@ -25,35 +25,35 @@ SECONDS_TO_STOP = 10.0
 
 
 def main() -> None:
-    # Whoever starts programs in the background makes them deaf to it.
+    # Background processes of a shell ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    order = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_the_input, daemon=True).start()
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_stop_with_stdin, daemon=True).start()
     try:
-        work(order)
+        work(job)
     except KnownError as error:
-        _say(f"error: {' '.join(str(error).split())}")
+        _print(f"error: {' '.join(str(error).split())}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _say("stopped")
+        _print("stopped")
         sys.exit(130)
 
 
-def work(order: dict[str, Any]) -> None:
-    """Train what `config` says and, where `data` is given, score it."""
+def work(job: dict[str, Any]) -> None:
+    """Train the run of `config` and, if there is `data`, score it."""
     from distill.evaluation.scores import evaluate_run
     from distill.runs.run import run
 
-    config: RunConfig = build_config(RunConfig, order["config"], "")
-    result = run(config, announce=_say, report=_Lines())
-    _say(f"{result.steps:,} steps, {'finished before' if result.finished_before else f'{result.seconds:.0f} s'}")
-    if order["data"] is not None:
-        scores = evaluate_run(Path(result.output_dir), Path(order["data"]), order["tasks"], order["dtype"])
-        _say(f"scored: average {scores['average']['all']:.2f}")
+    config: RunConfig = build_config(RunConfig, job["config"], "")
+    result = run(config, announce=_print, report=_ProgressLines())
+    _print(f"{result.steps:,} steps, {'finished before' if result.finished_before else f'{result.seconds:.0f} s'}")
+    if job["data"] is not None:
+        scores = evaluate_run(Path(result.output_dir), Path(job["data"]), job["tasks"], job["dtype"])
+        _print(f"scored: average {scores['average']['all']:.2f}")
 
 
-class _Lines:
-    """A line about the training every half minute."""
+class _ProgressLines:
+    """Prints the training progress every half minute."""
 
     def __init__(self) -> None:
         self.last = time.monotonic()
@@ -63,11 +63,11 @@ class _Lines:
         if now - self.last >= SECONDS_BETWEEN_LINES:
             self.last = now
             loss = "" if progress.loss is None else f", loss {progress.loss:.4f}"
-            _say(f"step {progress.step:,} of {progress.steps:,}{loss}")
+            _print(f"step {progress.step:,} of {progress.steps:,}{loss}")
 
 
-def _end_with_the_input() -> None:
-    # Not sys.stdin: a thread that waits in its lock would break the interpreter's shutdown.
+def _stop_with_stdin() -> None:
+    # Not sys.stdin: a thread waiting for its lock would break the interpreter's shutdown.
     while os.read(0, 1024):
         pass
     os.kill(os.getpid(), signal.SIGINT)
@@ -75,7 +75,7 @@ def _end_with_the_input() -> None:
     os._exit(130)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 

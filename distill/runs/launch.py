@@ -1,7 +1,7 @@
-"""Where the processes of a sweep run: on this machine, or as Ray tasks on shares of a cluster's GPUs.
+"""Processes of a sweep: on this machine, or in Ray tasks on shares of a cluster's GPUs.
 
-Each run is a process of its own, so that memory, threads and crashes are its alone. Its output goes to a log, and
-the open log carries a lock: as long as the process lives no second one works in the same folder.
+Each run has its own process, with its own memory, threads and crashes. Its output goes to a log, whose open file is
+locked, so that no second process works in the same folder.
 """
 
 import fcntl
@@ -27,17 +27,17 @@ from distill.runs.job import SECONDS_TO_STOP
 from teacher_cache.building.workers import RayWorkers, parse_workers, ray_session, shares
 from teacher_cache.errors import KnownError
 
-# A process whose sweep was killed, or that was told to end, is gone by then.
+# A process that was asked to stop, or whose sweep was killed, has ended by then.
 SECONDS_TO_WAIT = 2 * SECONDS_TO_STOP
 
 
 @dataclass(frozen=True)
-class Order:
-    """What one process is to do.
+class Job:
+    """The work of one process.
 
     Attributes:
-        content: for `distill.runs.job`, JSON.
-        log: file that its output is added to.
+        content: JSON for `distill.runs.job`.
+        log: file that output is appended to.
     """
 
     name: str
@@ -46,8 +46,13 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Event:
-    """A run that has started, or ended: well when `error` is None, else with that line."""
+class JobEvent:
+    """The start or the end of a job.
+
+    Attributes:
+        error: why the job failed, in one line; None if it did not.
+        crash: an error of the launcher, which ends the sweep.
+    """
 
     name: str
     ended: bool = False
@@ -55,25 +60,26 @@ class Event:
     crash: BaseException | None = None
 
 
-def work_in_process(
-    order: Order,
+def run_job(
+    job: Job,
     environment: Mapping[str, str],
     folder: str,
-    started: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+    on_start: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> str | None:
-    """Do the order in a process of its own, which starts in `folder`.
+    """Run a job in a new process.
 
     Args:
-        environment: added to this process's.
-        started: is given the process, which ends when its standard input is closed.
+        environment: variables in addition to this process's.
+        folder: working directory.
+        on_start: called with the process, which stops when its standard input is closed.
 
     Returns:
-        The line that it failed with; None when it ended well.
+        The error in one line; None without one.
 
     Raises:
-        RunFolderError: another process is at this run.
+        RunFolderError: another process has the run's log open.
     """
-    with _locked_log(order) as log:
+    with _locked_log(job) as log:
         start = log.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "distill.runs.job"],
@@ -83,39 +89,41 @@ def work_in_process(
             stderr=subprocess.STDOUT,
             env=os.environ | environment,
             cwd=folder,
-            start_new_session=True,  # Ctrl-C is the sweep's to answer
+            start_new_session=True,  # Ctrl-C reaches the sweep only, which stops its processes
         )
     try:
-        _tell(process, order)
-        started(process)
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):  # the process died at once; its log has the reason
+                process.stdin.write(json.dumps(job.content).encode() + b"\n")
+        on_start(process)
         code = process.wait()
     finally:
-        _end([process])
-    return None if code == 0 else _failure(order.log, start, code)
+        _stop_processes([process])
+    return None if code == 0 else _failure(job.log, start, code)
 
 
 class Launcher(ABC):
-    """Runs orders, several at once."""
+    """Runs jobs, several at once."""
 
     @abstractmethod
-    def _start(self, order: Order) -> str | None:
-        """Do one order, in the thread that calls; as `work_in_process`."""
+    def _start(self, job: Job) -> str | None:
+        """Run one job in the calling thread; as `run_job`."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """End everything that runs."""
+        """Stop all running jobs."""
 
     def __init__(self, at_once: int) -> None:
         self.at_once = at_once
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
 
-    def run(self, orders: Sequence[Order]) -> Generator[Event]:
-        """An event for every start and every end; when the caller leaves, whatever still runs is ended."""
+    def run(self, jobs: Sequence[Job]) -> Generator[JobEvent]:
+        """An event for every start and every end; closing the generator stops all running jobs."""
         pool = ThreadPoolExecutor(self.at_once)
         try:
-            for order in orders:
-                pool.submit(self._told, order)
-            left = len(orders)
+            for job in jobs:
+                pool.submit(self._run_one, job)
+            left = len(jobs)
             while left:
                 event = self._events.get()
                 if event.crash is not None:
@@ -127,18 +135,18 @@ class Launcher(ABC):
             self._stop()
             pool.shutdown()
 
-    def _told(self, order: Order) -> None:
-        self._events.put(Event(order.name))
+    def _run_one(self, job: Job) -> None:
+        self._events.put(JobEvent(job.name))
         try:
-            self._events.put(Event(order.name, ended=True, error=self._start(order)))
+            self._events.put(JobEvent(job.name, ended=True, error=self._start(job)))
         except KnownError as error:
-            self._events.put(Event(order.name, ended=True, error=" ".join(str(error).split())))
+            self._events.put(JobEvent(job.name, ended=True, error=" ".join(str(error).split())))
         except BaseException as error:
-            self._events.put(Event(order.name, crash=error))
+            self._events.put(JobEvent(job.name, crash=error))
 
 
 class LocalLauncher(Launcher):
-    """Processes on this machine, each with its part of the cores and, of several GPUs, one."""
+    """Processes on this machine, each with a share of the cores and, if there are several GPUs, one GPU."""
 
     def __init__(self, at_once: int) -> None:
         super().__init__(at_once)
@@ -153,33 +161,33 @@ class LocalLauncher(Launcher):
         self._running: list[subprocess.Popen[bytes]] = []
         self._guard = threading.Lock()
 
-    def _start(self, order: Order) -> str | None:
+    def _start(self, job: Job) -> str | None:
         slot = self._slots.get()
         try:
-            return work_in_process(order, slot | self._threads, os.getcwd(), self._started)
+            return run_job(job, slot | self._threads, os.getcwd(), self._on_start)
         finally:
             self._slots.put(slot)
 
-    def _started(self, process: subprocess.Popen[bytes]) -> None:
+    def _on_start(self, process: subprocess.Popen[bytes]) -> None:
         with self._guard:
             self._running.append(process)
             if self._stopped:
-                _close(process)
+                _close_stdin(process)
 
     def _stop(self) -> None:
         with self._guard:
             self._stopped = True
             running = list(self._running)
-        _end(running)
+        _stop_processes(running)
 
 
 class RayLauncher(Launcher):
-    """One Ray task a run, which starts the same process where it lands.
+    """One Ray task per run, which starts the same process on its node.
 
-    The folders of the runs, the cache and the students must be at the same paths on every machine.
+    Run folders, cache and students must have the same paths on every machine.
 
     Args:
-        wanted: runs at once; None takes one per GPU (or as many as share one), or one where there is none.
+        wanted: runs at once; None is one per GPU, or as many as share it, and one without GPUs.
         gpus_per_run: share of one GPU.
     """
 
@@ -195,16 +203,16 @@ class RayLauncher(Launcher):
             options["num_gpus"] = gpus_per_run
         super().__init__(count)
         self._ray = ray
-        self._task = ray.remote(work_in_process).options(max_retries=0, **options)
+        self._task = ray.remote(run_job).options(max_retries=0, **options)
         self._running: set[Any] = set()
         self._stopped = False
         self._guard = threading.Lock()
 
-    def _start(self, order: Order) -> str | None:
+    def _start(self, job: Job) -> str | None:
         with self._guard:
             if self._stopped:
                 return "stopped"
-            reference = self._task.remote(order, {}, os.getcwd())
+            reference = self._task.remote(job, {}, os.getcwd())
             self._running.add(reference)
         try:
             failure: str | None = self._ray.get(reference)
@@ -212,7 +220,7 @@ class RayLauncher(Launcher):
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except self._ray.exceptions.RayError as error:
-            return f"Ray lost it: {str(error).strip().partition(chr(10))[0]}"
+            return f"Ray error: {str(error).strip().partition(chr(10))[0]}"
         finally:
             with self._guard:
                 self._running.discard(reference)
@@ -226,11 +234,11 @@ class RayLauncher(Launcher):
 
 @contextmanager
 def launcher(workers: str, parallel: int, gpus_per_run: float | None) -> Iterator[Launcher]:
-    """What `workers`, "local", "ray" or "ray:N", means; Ray is started, and ended, where it is needed.
+    """The launcher for `workers` "local", "ray" or "ray:N"; Ray is started and shut down if needed.
 
     Raises:
-        WorkerError: no such workers, or Ray cannot be started.
-        ConfigError: Ray has no GPU to share.
+        WorkerError: unknown workers, or Ray cannot be started.
+        ConfigError: `gpus_per_run` without a GPU.
     """
     chosen = parse_workers(workers)
     if isinstance(chosen, RayWorkers):
@@ -241,10 +249,10 @@ def launcher(workers: str, parallel: int, gpus_per_run: float | None) -> Iterato
 
 
 @contextmanager
-def _locked_log(order: Order) -> Iterator[BinaryIO]:
-    """The run's log, to add to. The lock belongs to the open file: whoever inherits it holds it."""
-    order.log.parent.mkdir(parents=True, exist_ok=True)
-    with order.log.open("ab") as log:
+def _locked_log(job: Job) -> Iterator[BinaryIO]:
+    """The job's log, locked and open to append. Processes that inherit the open file hold the lock too."""
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with job.log.open("ab") as log:
         until = time.monotonic() + SECONDS_TO_WAIT
         while True:
             try:
@@ -253,29 +261,23 @@ def _locked_log(order: Order) -> Iterator[BinaryIO]:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise RunFolderError(
-                        f"another process is at run {order.name} and writes to {order.log}; wait until it ends"
+                        f"another process trains run {job.name} and writes to {job.log}; wait until it ends"
                     ) from None
                 time.sleep(0.1)
         log.seek(0, os.SEEK_END)
-        log.write(f"--- {order.name}, {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
+        log.write(f"--- {job.name}, {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode())
         log.flush()
         yield log
 
 
-def _tell(process: subprocess.Popen[bytes], order: Order) -> None:
-    if process.stdin is not None:
-        with suppress(BrokenPipeError):  # it died at once; its log says of what
-            process.stdin.write(json.dumps(order.content).encode() + b"\n")
-
-
-def _close(process: subprocess.Popen[bytes]) -> None:
+def _close_stdin(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        _close(process)
+        _close_stdin(process)
     for process in processes:
         try:
             process.wait(SECONDS_TO_WAIT)
@@ -285,16 +287,16 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _failure(log: Path, start: int, code: int) -> str:
-    """How a process ended, in one line: the last one of its own."""
+    """The error of a process in one line: its signal, or the last line that it wrote after `start`."""
     with log.open("rb") as file:
         file.seek(start)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    said = lines[-1].removeprefix("error: ") if lines else ""
+    last = lines[-1].removeprefix("error: ") if lines else ""
     if code < 0:
         name = signal.Signals(-code).name
-        why = ", which also comes when memory runs out" if name == "SIGKILL" else ""
-        return f"ended by {name}{why}; see {log}"
-    return said or f"ended with exit code {code} without a word; see {log}"
+        hint = ", as when memory runs out" if name == "SIGKILL" else ""
+        return f"ended by {name}{hint}; see {log}"
+    return last or f"ended with exit code {code} without output; see {log}"
 
 
 def _cores() -> int:

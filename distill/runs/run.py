@@ -1,8 +1,8 @@
 """One run: from a cache and a configuration to a trained, checked and exported student.
 
-The run folder holds `config.yaml` (resolved), `run.json` (what exactly was trained on what), `metrics.jsonl`,
-`checkpoint-N/` and, at the end, `final/`. The same command again goes on from the last whole checkpoint, and
-ends with the weights that an uninterrupted run would have had.
+The run folder has `config.yaml` (resolved), `run.json` (digests of everything the run depends on, and its results),
+`metrics.jsonl`, `checkpoint-N/` and, at the end, `final/`. Running again resumes from the last complete checkpoint and
+ends with the same weights as an uninterrupted run.
 """
 
 import json
@@ -49,27 +49,28 @@ from teacher_cache.table.joint import JointSpace
 from teacher_cache.table.view import SpaceView
 
 CHECKED_TEXTS = 50
-# Settings that say where something is.
+# Settings that are paths and names; digests identify what they refer to.
 NAMES = ("cache", "output_dir", "space", "corpus", "evaluation.data")
-NEIGHBOURS = 10
+NEIGHBORS = 10
+OTHER_FOLDER = "choose another `output_dir`"
 LIBRARIES = ("teacher-cache", "torch", "transformers", "sentence-transformers", "numpy")
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left.
+    """The result of a run.
 
     Attributes:
-        final: the exported student.
-        resumed_from: step of the checkpoint it went on from, 0 when it began anew.
-        finished_before: the folder already held this very run, nothing was done.
-        seconds: that the last call took, not those that were stopped before it.
-        loss: mean of the last steps that were logged together; None when none was.
-        agreement: of the student's own vectors `before` and `after`, and where a projection is exported of the
-            `projected` ones; None when nothing was held out.
-        data_wait_share: of the time of the steps, what was waited for data; None when none was counted.
+        final: folder of the exported student.
+        resumed_from: step of the checkpoint that training resumed from, 0 for none.
+        finished_before: whether the folder already had this run, finished, so that nothing was done.
+        seconds: of the last call, without interrupted ones.
+        loss: mean over the last logged steps; None if no step was logged.
+        agreement: of the student's vectors `before` and `after` training, and `projected` ones if a projection is
+            exported; None if no texts were held out.
         validation: the `files` by digest, `keep`, `best_step`, `points` (each `step`, `epoch`, `validation`, `seconds`)
-            and the `seconds` of all; None when the settings name no validation files.
+            and the `seconds` of all; None without validation files.
+        data_wait_share: share of the step time spent waiting for data; None if no step was timed.
     """
 
     output_dir: str
@@ -94,63 +95,65 @@ def run(
     announce: Callable[[str], None] = lambda line: None,
     report: Callable[[TrainingProgress], None] = lambda progress: None,
 ) -> RunResult:
-    """Train, or go on training, the student that `config` describes.
+    """Train the student of `config`, or resume its training.
 
     Args:
-        resume: refuse to begin anew when there is no checkpoint to go on from.
-        announce: is told, line by line, what is going to be trained on what, before it is.
+        resume: raise an error if there is no checkpoint to resume from.
+        announce: called with each line about teacher, corpus, student and method before training.
         report: called with the progress after every step.
 
     Raises:
-        KnownError: anything in the configuration, cache, student or folder that does not fit, before a step.
+        KnownError: configuration, cache, student or run folder do not fit together; raised before the first step.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     config.check()
     if not config.cache or not config.output_dir:
-        raise ConfigError(f"{'cache' if not config.cache else 'output_dir'} is not set; name it in the YAML or flags")
+        raise ConfigError(
+            f"{'cache' if not config.cache else 'output_dir'} is not set; set it in the YAML file or a flag"
+        )
     folder = Path(config.output_dir)
     _check_settings(folder, config)
     config = with_recorded_names(folder, config)
     validation = Validation.from_config(config.evaluation)
     files = None if validation is None else {"files": validation.read()}
     if resume and not complete_checkpoints(folder):
-        raise RunFolderError(f"nothing to resume: {folder} has no whole checkpoint; leave --resume out to begin")
+        raise RunFolderError(f"nothing to resume: {folder} has no complete checkpoint; leave `resume` out to start")
     with TeacherCache.open(config.cache) as cache:
-        made = Assembly.load(config, cache)
-        student, objective, space, manifest = made.student, made.objective, made.targets.space, made.manifest
-        # Refused before training rather than after.
+        assembly = Assembly.load(config, cache)
+        student, objective, space = assembly.student, assembly.objective, assembly.targets.space
+        # Raise errors before training.
         learned_projection(config, objective)
         export = load_export(config.export.format)
-        held_out = held_out_rows(config, manifest, cache.rows, without=made.skipped)
-        record = _describe(made) | {"validation": files}
+        held_out = held_out_rows(config, assembly.manifest, cache.rows, without=assembly.skipped)
+        record = _describe(assembly) | {"validation": files}
         record["corpus"] |= {"held_out": len(held_out), "held_out_digest": held_out_digest(cache, held_out)}
-        done = _same_run(folder, record)
-        if done is not None:
-            return _result(folder, done, finished_before=True)
-        dataset, checkpoint = made.dataset(held_out), last_checkpoint(folder)
-        trainer = made.trainer(DistillTrainer, dataset, made.collator(), report=report, validation=validation)
+        finished = _finished_record(folder, record)
+        if finished is not None:
+            return _result(folder, finished, finished_before=True)
+        dataset, checkpoint = assembly.dataset(held_out), last_checkpoint(folder)
+        trainer = assembly.trainer(DistillTrainer, dataset, assembly.collator(), report=report, validation=validation)
         trainer.add_callback(ValidationReport(announce))
-        leads = trainer.is_world_process_zero()  # of several processes, one writes
-        if leads:
+        writes = trainer.is_world_process_zero()
+        if writes:
             _write(folder / CONFIG, config.to_yaml())
             _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
         _announce(announce, record, len(dataset), checkpoint_step(checkpoint))
         before = _agreement(student, cache, space, held_out)
         if checkpoint is None or not trainer.restore(checkpoint):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        scored = points(trainer.state.log_history)
-        taken = best(scored)["step"] if config.keeps_best else trainer.state.global_step
-        trainer.load_step(taken)
+        validated = points(trainer.state.log_history)
+        exported = best(validated)["step"] if config.keeps_best else trainer.state.global_step
+        trainer.load_step(exported)
         student.cpu()
         projection = learned_projection(config, objective)
         record |= {
             "status": "finished",
             "steps": trainer.state.global_step,
-            "seconds": round(time.monotonic() - started, 3),
+            "seconds": round(time.monotonic() - start, 3),
             "loss": next((line["loss"] for line in reversed(trainer.state.log_history) if "loss" in line), None),
             "resumed_from": checkpoint_step(checkpoint),
             "cost": trainer.clock.cost(),
-            "validation": files and files | _validated(config, scored),
+            "validation": files and files | _validation_record(config, validated),
             "agreement": before
             and {
                 "before": before,
@@ -158,15 +161,15 @@ def run(
                 "projected": None if projection is None else _agreement(student, cache, space, held_out, projection),
             },
         }
-        if leads:
+        if writes:
             needed = 2 * 4 * record["student"]["parameters"]
             check_disk_space(folder, needed, "the exported student, written and then renamed,")
             rows = np.linspace(0, cache.rows - 1, min(CHECKED_TEXTS, cache.rows)).astype(np.int64)
             cosine = export(student, projection, config.export.normalize, folder / FINAL, cache.texts(rows))
-            record["exported"] = {"step": taken, "texts": len(rows), "smallest_cosine": cosine}
+            record["exported"] = {"step": exported, "texts": len(rows), "smallest_cosine": cosine}
             _write(folder / FINAL / "README.md", model_card(record))
             _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
-    _announce_choice(announce, record, taken)
+    _announce_validation(announce, record, exported)
     return _result(folder, record, finished_before=False)
 
 
@@ -182,34 +185,33 @@ def _announce(announce: Callable[[str], None], record: dict[str, Any], records: 
         f"student: {student['name']} · {student['layers']} layers of {student['dim']} · {student['pooling']} pooling · "
         f"{prompt} · at most {student['max_length']} tokens"
     )
-    going_on = f", going on from step {step:,}" if step else ""
+    resumed = f", resuming from step {step:,}" if step else ""
     method, sharpness = record["objective"]["name"], record["sharpness"]["name"]
-    announce(f"method: {method}, sharpness {sharpness}, {record['precision']}{going_on}")
+    announce(f"method: {method}, sharpness {sharpness}, {record['precision']}{resumed}")
 
 
-def _validated(config: RunConfig, scored: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the evaluations said, and what they cost."""
+def _validation_record(config: RunConfig, validated: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "keep": config.evaluation.keep,
-        "best_step": best(scored)["step"],
-        "points": scored,
-        "seconds": round(sum(one["seconds"] for one in scored), 3),
+        "best_step": best(validated)["step"],
+        "points": validated,
+        "seconds": round(sum(one["seconds"] for one in validated), 3),
     }
 
 
-def _announce_choice(announce: Callable[[str], None], record: dict[str, Any], taken: int) -> None:
+def _announce_validation(announce: Callable[[str], None], record: dict[str, Any], exported: int) -> None:
     validation = record["validation"]
     if validation:
         top = best(validation["points"])
         announce(
             f"validation: step {top['step']:,} of {record['steps']:,} is the best, average "
-            f"{top['validation']['average']:.2f}; exported is step {taken:,}; {len(validation['points'])} evaluations "
-            f"took {validation['seconds']:.0f} s"
+            f"{top['validation']['average']:.2f}; step {exported:,} is exported; {len(validation['points'])} "
+            f"evaluations took {validation['seconds']:.0f} s"
         )
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuse what `run` would refuse of these settings and this cache; no weights are loaded, nothing is written.
+    """Check settings and cache as `run` does, without loading weights or writing anything.
 
     Raises:
         KnownError: as `run`.
@@ -236,22 +238,22 @@ def _agreement(
     rows: npt.NDArray[np.int64],
     projection: Tensor | None = None,
 ) -> dict[str, Any] | None:
-    """Of the student's own vectors, or of those that it projects into the teacher's space."""
-    if len(rows) <= NEIGHBOURS + 1:
+    """Agreement of the student's vectors, or their projections, with the teacher's; None for too few rows."""
+    if len(rows) <= NEIGHBORS + 1:
         return None
     vectors = student.encode(cache.texts(rows), projection=projection)
-    return asdict(agreement(vectors, space.gather(rows), NEIGHBOURS))
+    return asdict(agreement(vectors, space.gather(rows), NEIGHBORS))
 
 
-def _describe(made: Assembly) -> dict[str, Any]:
-    """What the run depends on, as `run.json` keeps it."""
-    config, student = made.config, made.student
-    corpus = made.manifest.record
+def _describe(assembly: Assembly) -> dict[str, Any]:
+    """The part of `run.json` that is known before training."""
+    config, student = assembly.config, assembly.student
+    corpus = assembly.manifest.record
     sections = asdict(config)
     return {
         "status": "running",
         "cache": str(Path(config.cache).resolve()),
-        "space": made.targets.to_json(),
+        "space": assembly.targets.to_json(),
         "teacher": sections["teacher"],
         "corpus": {
             "name": corpus.name,
@@ -269,13 +271,8 @@ def _describe(made: Assembly) -> dict[str, Any]:
             "parameters": sum(parameter.numel() for parameter in student.parameters()),
             **student.digests,
         },
-        "in_teacher_space": config.export.projection or made.objective.in_teacher_space,
-        "objective": sections["objective"],
-        "sharpness": sections["sharpness"],
-        "training": sections["training"],
-        "data": sections["data"],
-        "evaluation": sections["evaluation"],
-        "export": sections["export"],
+        "in_teacher_space": config.export.projection or assembly.objective.in_teacher_space,
+        **{name: sections[name] for name in ("objective", "sharpness", "training", "data", "evaluation", "export")},
         "precision": resolve_precision(config.training.precision),
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES},
@@ -283,72 +280,68 @@ def _describe(made: Assembly) -> dict[str, Any]:
 
 
 def _check_settings(folder: Path, config: RunConfig) -> None:
-    """The folder is new, or holds a run with these very settings.
+    """Check that the folder is new, or has a run with the same settings.
 
     Raises:
-        RunFolderError: it holds another run, or no run at all.
+        RunFolderError: it has another run, or other files.
     """
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / CONFIG).exists():
         if all(path.name == RECORD or path.name.endswith(".writing") for path in folder.iterdir()):
             return
-        raise RunFolderError(f"{folder} is not empty and not a run folder (no {CONFIG}); choose another --output-dir")
+        raise RunFolderError(f"{folder} is not empty and not a run folder (no {CONFIG}); {OTHER_FOLDER}")
     different = config.difference(RunConfig.load(folder / CONFIG))
-    # What a folder, a space or a corpus is called may change between two starts; what it is, is checked by digests.
+    # Paths and names may change between two starts; `_finished_record` compares digests.
     different = {key: pair for key, pair in different.items() if not {key, key.partition(".")[0]} & {*NAMES}}
     if different:
-        listed = "; ".join(f"{key}: {theirs!r} there, {mine!r} now" for key, (mine, theirs) in different.items())
-        raise RunFolderError(f"{folder} holds a run with other settings ({listed}); choose another --output-dir")
+        listed = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (new, old) in different.items())
+        raise RunFolderError(f"{folder} has a run with other settings ({listed}); {OTHER_FOLDER}")
 
 
-def _same_run(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of this very run when it is finished; None when there is something to do.
-
-    A checkpoint is only ever continued, and a finished student only ever handed out, for the very teacher's
-    vectors, texts and weights that it was trained from.
+def _finished_record(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of this run if it is finished; None if it has to be trained.
 
     Raises:
-        RunFolderError: one of them is another by now.
+        RunFolderError: the folder's run had other teacher vectors, texts, weights, validation files, precision or
+            number of processes.
     """
     before = read_record(folder)
     if before is None:
         return None
-    for what, part in (
+    for section, digest in (
         ("space", "fingerprint"),
         ("corpus", "fingerprint"),
         ("student", "weights"),
         ("student", "tokenizer"),
     ):
-        mine, theirs = record[what][part], before.get(what, {}).get(part)
-        if mine != theirs:
+        new, old = record[section][digest], before.get(section, {}).get(digest)
+        if new != old:
             raise RunFolderError(
-                f"{folder} was trained with the {what} of {part} {theirs}, this command means {what} {part} {mine}; "
-                "choose another --output-dir"
+                f"{folder} was trained with the {section} of {digest} {old}, now it is {new}; {OTHER_FOLDER}"
             )
-    mine, theirs = ((found.get("validation") or {}).get("files") for found in (record, before))
-    if mine != theirs:
+    new, old = ((one.get("validation") or {}).get("files") for one in (record, before))
+    if new != old:
         raise RunFolderError(
-            f"{folder} was trained with {_named(theirs)}, this command means {_named(mine)}; choose another "
-            "--output-dir"
+            f"{folder} was trained with {_format_files(old)}, now there are {_format_files(new)}; {OTHER_FOLDER}"
         )
     if before.get("status") == "finished" and (folder / FINAL).is_dir():
         return before
     check_held_out(folder, before, record["corpus"]["held_out_digest"])
     if record["precision"] != before.get("precision"):
         raise RunFolderError(
-            f"{folder} was trained in {before.get('precision')}, this machine would go on in "
-            f"{record['precision']}; set training.precision, or choose another --output-dir"
+            f"{folder} was trained in {before.get('precision')}, this machine would resume in {record['precision']}; "
+            f"set training.precision, or {OTHER_FOLDER}"
         )
     if record["processes"] != before.get("processes", 1):
         raise RunFolderError(
-            f"{folder} was trained by {before.get('processes', 1)} processes, these are {record['processes']}: "
-            "each would see other records; start as many, or choose another --output-dir"
+            f"{folder} was trained by {before.get('processes', 1)} processes, now there are {record['processes']}, "
+            f"which would see other records; start as many, or {OTHER_FOLDER}"
         )
     return None
 
 
-def _named(files: dict[str, str] | None) -> str:
+def _format_files(files: dict[str, str] | None) -> str:
     if not files:
         return "no validation files"
     return f"the validation files {', '.join(f'{name} ({digest[:8]})' for name, digest in files.items())}"

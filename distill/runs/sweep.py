@@ -1,8 +1,7 @@
-"""Many runs over one cache: a list of settings, a grid of them, or a grid over a list.
+"""Sweeps: many runs over one cache, from a list of settings, a grid, or a grid over a list.
 
-Every run is resolved and checked before the first one starts. Each is then an ordinary run in a process of its
-own; the same sweep again passes over what is finished, goes on with what was interrupted and tries again what
-failed.
+All runs are resolved and checked before the first one starts. Each is an ordinary run in its own process. Running the
+same sweep again skips finished runs, resumes interrupted ones and retries failed ones.
 """
 
 import itertools
@@ -25,7 +24,7 @@ from distill.report.columns import short_keys
 from distill.report.comparison import Comparison, compare, read_row
 from distill.report.formats import setting
 from distill.run_folder import is_finished
-from distill.runs.launch import Order, launcher
+from distill.runs.launch import Job, launcher
 from teacher_cache.building.workers import parse_workers
 from teacher_cache.errors import KnownError
 
@@ -35,15 +34,15 @@ SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
 
 @dataclass(frozen=True)
 class Entry:
-    """One of the sweep's list: `set` is dotted keys with their values."""
+    """One run of a sweep's list; `set` maps dotted keys to values."""
 
     name: str = ""
     set: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One run of a sweep, checked."""
+class PlannedRun:
+    """One run of a sweep."""
 
     name: str
     config: RunConfig
@@ -59,19 +58,19 @@ class Planned:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """What a sweep's YAML file says.
+    """The settings of a sweep's YAML file.
 
     Attributes:
-        output_dir: the run folders are made in it, named after the runs.
-        base: a run configuration, which every run starts from.
+        output_dir: folder of the run folders, which are named after the runs.
+        base: the run configuration that every run starts from.
         grid: dotted key -> list of values; every combination is a run.
         runs: a list of runs; the grid is applied to each.
-        data: folder of the tasks' files; None leaves the students unscored.
+        data: folder of the tasks' files; None scores no students.
         tasks: names of tasks; None is all nine.
         dtype: precision of the scoring: "auto", "fp32" or "bf16".
-        parallel: runs at once, with `workers: local`.
+        parallel: runs at once with `workers: local`.
         workers: "local", "ray" or "ray:N" for N runs at once.
-        gpus_per_run: with Ray, share of one GPU that a run takes.
+        gpus_per_run: with Ray, the share of one GPU per run.
     """
 
     output_dir: str = ""
@@ -87,38 +86,32 @@ class SweepConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> "SweepConfig":
-        """From a YAML file.
+        """Read a YAML file.
 
         Raises:
-            ConfigError: it cannot be read, a key is unknown or a value has the wrong type.
+            ConfigError: the file cannot be read, a key is unknown or a value has the wrong type.
         """
         values = read_yaml(Path(path))
         runs = values.pop("runs", None) or []
         if not isinstance(runs, list):
-            raise ConfigError(f"runs is {runs!r}; expected a list of runs, each with `name` and `set`")
+            raise ConfigError(f"runs is {runs!r}; expected a list of runs, each with name and set")
         config: SweepConfig = build_config(cls, values, "")
         entries = tuple(build_config(Entry, entry, f"runs[{place}].") for place, entry in enumerate(runs))
         return replace(config, runs=entries)
 
-    def plan(self) -> list[Planned]:
-        """Every run, named, resolved and checked, in the order of the file.
+    def plan(self) -> list[PlannedRun]:
+        """All runs, resolved and checked, in the order of the file.
 
         Raises:
-            KnownError: a setting that no run can use, two runs that are one, or something named that is not there.
+            KnownError: an invalid setting, two equal runs, or a missing cache, student or task file.
         """
         self._check()
         points = [(entry, point) for entry in self.runs or (Entry(),) for point in self._points()]
         names = _names([(entry.name, {} if entry.name else entry.set, point) for entry, point in points])
         planned = [
-            Planned(name, self._resolved(name, dict(entry.set) | point))
+            PlannedRun(name, self._resolved(name, dict(entry.set) | point))
             for name, (entry, point) in zip(names, points, strict=True)
         ]
-        settled: dict[str, str] = {}
-        for one in planned:
-            resolved = replace(one.config, output_dir="").to_yaml()
-            if resolved in settled:
-                raise ConfigError(f"runs {settled[resolved]} and {one.name} are one and the same; leave one out")
-            settled[resolved] = one.name
         _check_each(planned)
         if self.data is not None:
             from distill.evaluation.encoders import resolved_dtype
@@ -130,7 +123,7 @@ class SweepConfig:
 
     def _check(self) -> None:
         if not self.output_dir:
-            raise ConfigError("output_dir is not set: the folder that the run folders are made in")
+            raise ConfigError("output_dir is not set; set it to a folder for the run folders")
         if not self.grid and not self.runs:
             raise ConfigError("nothing to run: give a grid, a list of runs, or both")
         parse_workers(self.workers)
@@ -140,19 +133,17 @@ class SweepConfig:
             raise ConfigError(f"parallel is for workers: local; write workers: ray:{self.parallel} for as many on Ray")
         if self.gpus_per_run is not None:
             if self.workers == "local":
-                raise ConfigError("gpus_per_run is for workers: ray; here parallel says how many share a GPU")
+                raise ConfigError("gpus_per_run is for workers: ray; with workers: local runs share GPUs by parallel")
             if not 0 < self.gpus_per_run <= 1:
                 raise ConfigError(f"gpus_per_run is {self.gpus_per_run:g}; expected more than 0 and at most 1")
         if self.data is None and self.tasks is not None:
-            raise ConfigError("tasks are named, but no data to score on; set data, or leave tasks out")
+            raise ConfigError("tasks are set, but no data to score on; set data, or leave tasks out")
         twice = [name for name, count in Counter(entry.name for entry in self.runs).items() if name and count > 1]
         if twice:
-            raise ConfigError(f"two runs are called {twice[0]!r}; names tell runs apart")
+            raise ConfigError(f"two runs are named {twice[0]!r}; give each its own name")
         for entry in self.runs:
             for key in sorted(entry.set.keys() & self.grid.keys()):
-                raise ConfigError(
-                    f"run {entry.name or 'without a name'} sets {key}, and so does the grid; leave one out"
-                )
+                raise ConfigError(f"run {entry.name or 'without a name'} and the grid both set {key}; leave one out")
         for key, values in self.grid.items():
             if not isinstance(values, list) or not values:
                 raise ConfigError(f"grid.{key} is {values!r}; expected a list of values")
@@ -165,14 +156,14 @@ class SweepConfig:
         values = deepcopy(dict(self.base))
         try:
             if "output_dir" in values or "output_dir" in changes:
-                raise ConfigError("output_dir is the sweep's to choose; leave it out")
+                raise ConfigError("the sweep sets output_dir; leave it out")
             for key, value in changes.items():
                 put(values, key.replace("-", "_"), deepcopy(value))
             config: RunConfig = build_config(RunConfig, values, "")
             config = replace(config, output_dir=str(Path(self.output_dir) / name))
             config.check()
             if not config.cache:
-                raise ConfigError("cache is not set; name it in base")
+                raise ConfigError("cache is not set; set it in base")
         except KnownError as error:
             raise ConfigError(f"run {name}: {error}") from error
         return config
@@ -180,7 +171,7 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """Runs that have ended, of how many, and the names of those that run."""
+    """The number of ended runs, of all runs, and the names of those that are running."""
 
     done: int
     total: int
@@ -189,12 +180,12 @@ class SweepProgress:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep left.
+    """The result of a sweep.
 
     Attributes:
-        finished_before: runs that were finished, and scored, before this call.
-        failed: name -> why, in one line.
-        seconds: that this call took.
+        finished_before: number of runs that were finished, and scored, before this call.
+        failed: name of a failed run -> its error in one line.
+        seconds: of this call.
     """
 
     output_dir: str
@@ -219,28 +210,28 @@ def sweep(
     announce: Callable[[str], None] = lambda line: None,
     report: Callable[[SweepProgress], None] = lambda progress: None,
 ) -> SweepResult:
-    """Do every run that is not finished, and compare them all. A run that fails does not stop the others.
+    """Train all unfinished runs and compare all runs. A failed run does not stop the others.
 
     Args:
-        announce: is told of every run that ends.
+        announce: called with a line for every run that ends.
         report: called when a run starts or ends.
 
     Raises:
-        KnownError: anything that is wrong before the first run starts.
+        KnownError: an error found before the first run starts.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     planned = config.plan()
     waiting = [one for one in planned if not _is_done(config, one)]
     finished_before = len(planned) - len(waiting)
     if finished_before:
-        announce(f"{finished_before} of {len(planned)} runs are finished already")
+        announce(f"{finished_before} of {len(planned)} runs are already finished")
     failed: dict[str, str] = {}
     if waiting:
         since: dict[str, float] = {}
         done = finished_before
         with (
-            launcher(config.workers, config.parallel, config.gpus_per_run) as launched,
-            closing(launched.run([_order(config, one) for one in waiting])) as events,
+            launcher(config.workers, config.parallel, config.gpus_per_run) as started,
+            closing(started.run([_job(config, one) for one in waiting])) as events,
         ):
             report(SweepProgress(done, len(planned), ()))
             for event in events:
@@ -260,42 +251,47 @@ def sweep(
         output_dir=config.output_dir,
         finished_before=finished_before,
         failed=failed,
-        seconds=round(time.monotonic() - started, 3),
+        seconds=round(time.monotonic() - start, 3),
         comparison=compare(rows),
     )
 
 
-def _is_done(config: SweepConfig, planned: Planned) -> bool:
-    """Whether the folder holds this very run, finished and, where it is wanted, scored.
+def _is_done(config: SweepConfig, planned: PlannedRun) -> bool:
+    """Whether the folder has this run, finished and, if the sweep has data, scored.
 
     Raises:
-        RunFolderError: it holds another one.
+        RunFolderError: the folder has another run.
     """
     if not is_finished(planned.folder):
         return False
     from distill.evaluation.scores import saved_scores
     from distill.runs.run import run
 
-    run(planned.config)  # compares settings and digests, and trains nothing that is finished
+    run(planned.config)  # compares settings and digests; a finished run is not trained again
     if config.data is None:
         return True
     return saved_scores(planned.folder, Path(config.data), config.tasks, config.dtype) is not None
 
 
-def _order(config: SweepConfig, planned: Planned) -> Order:
-    content = {
-        "config": asdict(planned.config),
-        "data": config.data,
-        "tasks": config.tasks,
-        "dtype": config.dtype,
-    }
-    return Order(planned.name, content, planned.log)
+def _job(config: SweepConfig, planned: PlannedRun) -> Job:
+    content = {"config": asdict(planned.config), "data": config.data, "tasks": config.tasks, "dtype": config.dtype}
+    return Job(planned.name, content, planned.log)
 
 
-def _check_each(planned: Sequence[Planned]) -> None:
-    """Refuse, by name, a run that could not begin."""
+def _check_each(planned: Sequence[PlannedRun]) -> None:
+    """Check each run, and that no two are equal.
+
+    Raises:
+        ConfigError: with the name of the run.
+    """
     from distill.runs.run import check_run
 
+    names: dict[str, str] = {}
+    for one in planned:
+        settings = replace(one.config, output_dir="").to_yaml()
+        if settings in names:
+            raise ConfigError(f"runs {names[settings]} and {one.name} have equal settings; remove one")
+        names[settings] = one.name
     for one in planned:
         try:
             check_run(one.config)
@@ -304,16 +300,16 @@ def _check_each(planned: Sequence[Planned]) -> None:
 
 
 def _names(points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
-    """A name for each `(given name, settings of the list, point of the grid)`, safe as a folder's name.
+    """A folder name for each `(given name, settings of the list, point of the grid)`.
 
     Raises:
-        ConfigError: a given name that is not safe.
+        ConfigError: a given name is not valid as a folder name.
     """
     names: list[str] = []
     for given, chosen, point in points:
         if given and not SAFE.fullmatch(given):
             raise ConfigError(
-                f"run {given!r} cannot be a folder's name; use letters, digits and . _ = + -, a letter or digit first"
+                f"run {given!r} is not a valid folder name; use letters, digits and . _ = + -, a letter or digit first"
             )
         settings = {**chosen, **point}
         parts = [given] if given else []
@@ -323,7 +319,7 @@ def _names(points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -
         names.append("-".join(parts))
     twice = {name for name, count in Counter(names).items() if count > 1}
     return [
-        _digested(name, {"name": given, **chosen, **point}) if name in twice or len(name) > LONGEST_NAME else name
+        _with_digest(name, {"name": given, **chosen, **point}) if name in twice or len(name) > LONGEST_NAME else name
         for name, (given, chosen, point) in zip(names, points, strict=True)
     ]
 
@@ -333,6 +329,6 @@ def _safe(value: Any) -> str:
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", text).strip("_.") or "none"
 
 
-def _digested(name: str, settings: Mapping[str, Any]) -> str:
+def _with_digest(name: str, settings: Mapping[str, Any]) -> str:
     digest = blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
     return f"{name[:LONGEST_NAME]}-{digest}"

@@ -66,14 +66,14 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "final" / "model.safetensors")
 
 
-def refuse_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("nothing was left to train")
+        raise AssertionError("training was started")
 
     monkeypatch.setattr(run_module.DistillTrainer, "train", train)
 
 
-def test_a_run_leaves_its_settings_its_record_its_curve_and_the_student(
+def test_a_run_folder_has_settings_record_metrics_and_student(
     finished: Path, toy_cache: Path, tiny_student: Path
 ) -> None:
     config = RunConfig.load(finished / "config.yaml")
@@ -117,10 +117,10 @@ def test_the_exported_student_is_the_trained_one(finished: Path) -> None:
     assert all(torch.equal(tensor, trained[f"student.encoder.{name}"]) for name, tensor in exported.items())
 
 
-def test_the_same_command_again_finds_it_finished_and_trains_nothing(
+def test_a_finished_run_is_not_trained_again(
     finished: Path, toy_cache: Path, tiny_student: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_training(monkeypatch)
+    forbid_training(monkeypatch)
     result = run(six_steps(toy_cache, tiny_student, finished))
     assert result.finished_before
     assert (result.steps, result.loss) == (6, metrics(finished)[-1]["loss"])
@@ -128,7 +128,7 @@ def test_the_same_command_again_finds_it_finished_and_trains_nothing(
     assert result.agreement is not None
 
 
-def test_a_finished_run_is_not_handed_out_for_other_texts(
+def test_a_finished_run_of_another_corpus_is_an_error(
     finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
@@ -139,7 +139,7 @@ def test_a_finished_run_is_not_handed_out_for_other_texts(
         run(six_steps(toy_cache, tiny_student, tmp_path / "run"))
 
 
-def test_a_run_without_checkpoints_and_logs_still_ends_with_a_student(
+def test_a_run_without_checkpoints_and_logs_exports_a_student(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     quiet = ('training.arguments.save_strategy="no"', "training.logging_steps=50", "data.held_out=0")
@@ -148,7 +148,9 @@ def test_a_run_without_checkpoints_and_logs_still_ends_with_a_student(
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
-def test_agreement_compares_like_with_like(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_agreement_before_and_after_does_not_depend_on_the_exported_projection(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path
+) -> None:
     projecting = run(six_steps(toy_cache, tiny_student, tmp_path / "a", "export.projection=true")).agreement
     plain = run(six_steps(toy_cache, tiny_student, tmp_path / "b")).agreement
     assert projecting is not None
@@ -158,15 +160,15 @@ def test_agreement_compares_like_with_like(toy_cache: Path, tiny_student: Path, 
     assert projecting["projected"] != projecting["after"]
 
 
-def test_progress_is_told_after_every_step(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
-    told: list[TrainingProgress] = []
-    run(six_steps(toy_cache, tiny_student, tmp_path / "run", "data.held_out=0"), report=told.append)
-    assert [progress.step for progress in told] == [1, 2, 3, 4, 5, 6]
-    assert {progress.steps for progress in told} == {6}
-    assert told[-1].loss == pytest.approx(metrics(tmp_path / "run")[-2]["loss"])
+def test_progress_is_reported_after_every_step(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    reported: list[TrainingProgress] = []
+    run(six_steps(toy_cache, tiny_student, tmp_path / "run", "data.held_out=0"), report=reported.append)
+    assert [progress.step for progress in reported] == [1, 2, 3, 4, 5, 6]
+    assert {progress.steps for progress in reported} == {6}
+    assert reported[-1].loss == pytest.approx(metrics(tmp_path / "run")[-2]["loss"])
 
 
-def test_a_run_says_nothing_on_its_own(
+def test_a_run_prints_nothing_by_itself(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = six_steps(toy_cache, tiny_student, tmp_path / "run", "training.save_steps=1")
@@ -178,7 +180,7 @@ def test_a_run_says_nothing_on_its_own(
 
 
 @pytest.mark.parametrize("stop", [1, 5])
-def test_a_stopped_run_goes_on_to_the_same_weights_and_the_same_record(
+def test_a_resumed_run_has_the_same_weights_and_record(
     finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path, stop: int
 ) -> None:
     config = six_steps(toy_cache, tiny_student, tmp_path / "run")
@@ -197,7 +199,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_the_same_record(
     assert {key for key in mine if mine[key] != theirs[key]} == differing
 
 
-def test_a_run_killed_behind_its_last_checkpoint_only_exports(
+def test_a_run_killed_after_its_last_checkpoint_is_only_exported(
     finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -206,7 +208,7 @@ def test_a_run_killed_behind_its_last_checkpoint_only_exports(
     (folder / "run.json").write_text(json.dumps(record | {"status": "running"}))
     shutil.rmtree(folder / "final")
     (folder / "final.writing").mkdir()
-    refuse_training(monkeypatch)
+    forbid_training(monkeypatch)
     result = run(six_steps(toy_cache, tiny_student, folder))
     assert (result.steps, result.resumed_from, result.loss) == (6, 6, record["loss"])
     assert same(final_weights(folder), final_weights(finished))
@@ -218,13 +220,13 @@ def test_a_deleted_final_folder_is_exported_again(
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "final")
-    refuse_training(monkeypatch)
+    forbid_training(monkeypatch)
     assert not run(six_steps(toy_cache, tiny_student, tmp_path / "run")).finished_before
     assert same(final_weights(tmp_path / "run"), final_weights(finished))
 
 
 @pytest.mark.parametrize("left", [["config.yaml"], ["config.yaml", "run.json"], ["config.yaml.123.writing"]])
-def test_a_run_killed_before_its_first_step_begins_anew(
+def test_a_run_killed_before_its_first_step_starts_from_the_beginning(
     finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path, left: list[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -270,11 +272,11 @@ def damage_random_missing(folder: Path) -> None:
         damage_random_missing,
     ],
 )
-def test_only_a_checkpoint_that_can_be_resumed_exactly_counts(finished: Path, tmp_path: Path, damage: Any) -> None:
+def test_an_incomplete_checkpoint_is_removed_and_not_resumed(finished: Path, tmp_path: Path, damage: Any) -> None:
     shutil.copytree(finished, tmp_path / "run")
     assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-6"
     damage(tmp_path / "run" / "checkpoint-6")
-    (tmp_path / "run" / "checkpoint-best").mkdir()  # a person's own
+    (tmp_path / "run" / "checkpoint-best").mkdir()  # not of a run
     assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-4"
     assert not (tmp_path / "run" / "checkpoint-6").exists()
     assert (tmp_path / "run" / "checkpoint-best").is_dir()
@@ -290,13 +292,13 @@ def test_checkpoints_are_ordered_by_number(finished: Path, tmp_path: Path) -> No
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
-def test_resume_refuses_to_begin_anew(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_is_an_error(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="nothing to resume"):
         run(six_steps(toy_cache, tiny_student, tmp_path / "run"), resume=True)
     assert not (tmp_path / "run").exists()
 
 
-def test_other_settings_are_refused_by_key_with_both_values(
+def test_other_settings_are_an_error_with_keys_and_both_values(
     finished: Path, toy_cache: Path, tiny_student: Path
 ) -> None:
     config = six_steps(toy_cache, tiny_student, finished, "training.seed=7", "student.pooling=cls")
@@ -305,12 +307,10 @@ def test_other_settings_are_refused_by_key_with_both_values(
     message = str(error.value)
     assert "training.seed: 42 there, 7 now" in message
     assert "student.pooling: None there, 'cls' now" in message
-    assert "output-dir" in message
+    assert "choose another `output_dir`" in message
 
 
-def test_a_run_begun_with_another_default_sharpness_is_not_gone_on_with_another_recipe(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_not_resumed_with_another_sharpness(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     asam = six_steps(toy_cache, tiny_student, folder, "sharpness.name=asam")
     with pytest.raises(Stopped):
@@ -383,7 +383,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(toy_cache: Path, tiny_
         ("student.model=", StudentError, "no student given"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(
+def test_an_invalid_setting_is_an_error_before_anything_is_written(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, override: str, kind: type[Exception], expected: str
 ) -> None:
     sharp = ["sharpness.name=asam"] if override.startswith("sharpness.rho") else []
@@ -394,7 +394,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_projection_that_was_not_learned_is_refused_before_training(
+def test_export_of_a_projection_that_is_not_learned_is_an_error_before_training(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     config = six_steps(toy_cache, tiny_student, tmp_path / "run", "objective.name=simcse", "export.projection=true")
@@ -403,7 +403,7 @@ def test_a_projection_that_was_not_learned_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_projection_into_a_space_that_is_trained_in_anyway_is_refused_with_the_way_out(
+def test_export_of_a_projection_is_an_error_if_vectors_are_in_the_teacher_space(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     config = six_steps(toy_cache, tiny_student, tmp_path / "run", "export.projection=true")
@@ -412,30 +412,30 @@ def test_a_projection_into_a_space_that_is_trained_in_anyway_is_refused_with_the
         learned_projection(config, objective)
 
 
-def test_the_projection_is_exported_where_it_is_asked_for(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_the_projection_is_exported_with_export_projection(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     config = six_steps(toy_cache, tiny_student, tmp_path / "run", "export.projection=true", "training.max_steps=2")
     run(config)
     dense = load_file(tmp_path / "run" / "final" / "2_Dense" / "model.safetensors")["linear.weight"]
     assert torch.equal(dense, checkpoint(tmp_path / "run", 2)["objective.heads.1.weight"])
 
 
-class TokenHungry(Talas):
-    """Asks for what no cache of sentence vectors has."""
+class NeedsTokens(Talas):
+    """Needs token states, which a cache of vectors lacks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.needs = Needs(views=2, tokens=True)
 
 
-def test_token_states_are_refused_where_the_cache_has_none(
+def test_an_objective_on_tokens_is_an_error_if_the_cache_has_none(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(OBJECTIVES, "hungry", f"{__name__}:TokenHungry")
+    monkeypatch.setitem(OBJECTIVES, "needs-tokens", f"{__name__}:NeedsTokens")
     with pytest.raises(NeedsNotMet, match="token states"):
-        run(six_steps(toy_cache, tiny_student, tmp_path / "run", "objective.name=hungry"))
+        run(six_steps(toy_cache, tiny_student, tmp_path / "run", "objective.name=needs-tokens"))
 
 
-def test_a_preset_gives_options_and_single_options_win(toy_cache: Path, tiny_student: Path) -> None:
+def test_single_options_override_the_preset(toy_cache: Path, tiny_student: Path) -> None:
     shape = student_shape(tiny_config(toy_cache, tiny_student, Path("x")).student)
     config = RunConfig.load(None, ["objective.preset=official", "objective.options.temperature=0.2"])
     with TeacherCache.open(toy_cache) as cache:
@@ -443,9 +443,7 @@ def test_a_preset_gives_options_and_single_options_win(toy_cache: Path, tiny_stu
     assert (objective.simcse.mask_duplicates, objective.simcse.temperature) == (False, 0.2)
 
 
-def test_pairs_are_trained_on_where_the_objective_takes_them(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_an_objective_with_pair_views_trains_on_pairs(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     config = tiny_config(
         toy_cache,
         tiny_student,
@@ -457,7 +455,7 @@ def test_pairs_are_trained_on_where_the_objective_takes_them(
     assert run(config).steps == 2
 
 
-def test_held_out_rows_depend_on_corpus_and_seed_alone(toy_cache: Path) -> None:
+def test_held_out_rows_depend_only_on_corpus_and_seed(toy_cache: Path) -> None:
     def rows(corpus: str, *overrides: str) -> np.ndarray:
         config = RunConfig.load(None, list(overrides))
         with TeacherCache.open(toy_cache) as cache:
@@ -479,7 +477,7 @@ def test_without_held_out_texts_there_is_no_agreement(toy_cache: Path, tiny_stud
     assert json.loads((tmp_path / "run" / "run.json").read_text())["agreement"] is None
 
 
-def test_a_run_moved_with_its_cache_is_still_the_same_run(
+def test_a_run_moved_with_its_cache_is_the_same_run(
     finished: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(toy_cache, tmp_path / "cache")
@@ -487,7 +485,7 @@ def test_a_run_moved_with_its_cache_is_still_the_same_run(
     assert run(six_steps(tmp_path / "cache", tiny_student, tmp_path / "elsewhere")).finished_before
 
 
-def test_a_disk_without_room_for_a_checkpoint_ends_the_run_before_a_byte_of_it(
+def test_a_full_disk_ends_the_run_before_a_checkpoint_is_written(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(toy_cache, tiny_student, tmp_path / "run", "training.save_steps=5")
@@ -524,7 +522,7 @@ def test_two_teachers_of_the_same_texts_train_one_student(
         run(tiny_config(cache, tiny_student, tmp_path / "run", *overrides, f"space=[{second}, {first}]"))
 
 
-def test_an_online_teacher_of_several_spaces_is_refused(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_an_online_teacher_with_several_spaces_is_an_error(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     (tmp_path / "few.txt").write_text("".join(f"{text}\n" for text in varied_texts(60)))
     for dims in (12, 20):
@@ -548,16 +546,14 @@ def test_an_online_teacher_of_several_spaces_is_refused(toy_cache: Path, tiny_st
         ),
     ],
 )
-def test_contradictory_settings_of_the_teacher_are_refused(
+def test_contradictory_teacher_settings_are_an_error(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_config(toy_cache, tiny_student, tmp_path / "run", *overrides)
 
 
-def test_a_run_goes_on_with_its_own_space_and_corpus_when_the_cache_has_others_by_now(
-    tiny_student: Path, tmp_path: Path
-) -> None:
+def test_a_run_keeps_its_space_and_corpus_when_the_cache_gets_others(tiny_student: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     (tmp_path / "few.txt").write_text("".join(f"{text}\n" for text in varied_texts(60)))
     build(Corpus.open(tmp_path / "few.txt"), TeacherOptions(model="toy"), cache)
@@ -591,7 +587,7 @@ def test_a_run_goes_on_with_its_own_space_and_corpus_when_the_cache_has_others_b
         (("training.arguments.nonsense=1",), "not one of transformers' TrainingArguments"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_folder_is_made(
+def test_an_invalid_option_is_an_error_before_the_folder_is_created(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     config = tiny_config(toy_cache, tiny_student, tmp_path / "run", *overrides)
@@ -603,6 +599,6 @@ def test_what_cannot_be_is_refused_before_the_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_sizes_of_a_student_are_those_of_its_files(tiny_student: Path) -> None:
+def test_student_shape_equals_the_shape_of_the_loaded_student(tiny_student: Path) -> None:
     config = RunConfig.load(None, [f"student.model={tiny_student}"]).student
     assert student_shape(config) == Student.load(config).shape

@@ -1,4 +1,4 @@
-"""A sweep's plan, and what it does with its runs; here they run in threads, in test_sweep_processes as they are."""
+"""Plans and runs of sweeps; runs are in threads here, in real processes in test_sweep_processes."""
 
 import fcntl
 import json
@@ -19,16 +19,16 @@ from distill.report.comparison import Figure
 from distill.runs import launch
 from distill.runs import sweep as sweep_module
 from distill.runs.job import work
-from distill.runs.launch import Event, Launcher, Order
+from distill.runs.launch import Job, JobEvent, Launcher
 from distill.runs.sweep import SweepConfig, SweepProgress, SweepResult, sweep
 from tests.distill.tiny_tasks import TASKS, write_tasks
 
 
 class InThreads(Launcher):
-    """What a run's process does, without the process."""
+    """Does the work of a run's process in a thread."""
 
-    def _start(self, order: Order) -> str | None:
-        work(json.loads(json.dumps(order.content)))
+    def _start(self, job: Job) -> str | None:
+        work(json.loads(json.dumps(job.content)))
         return None
 
     def _stop(self) -> None:
@@ -42,7 +42,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         yield InThreads(1)
 
     monkeypatch.setattr(sweep_module, "launcher", launcher)
-    monkeypatch.setattr("distill.runs.job._say", lambda line: None)  # a process writes to its log
+    monkeypatch.setattr("distill.runs.job._print", lambda line: None)  # a process writes to its log
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def planned(folder: Path, base: dict[str, Any], **settings: Any) -> list[str]:
 # The plan
 
 
-def test_a_grid_is_every_combination_named_after_its_values(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_grid_has_every_combination_named_after_its_values(base: dict[str, Any], tmp_path: Path) -> None:
     path = write_sweep(tmp_path, base, grid={"objective.name": ["talas", "simcse"], "training.seed": [1, 2]})
     plan = SweepConfig.load(path).plan()
     assert [one.name for one in plan] == ["talas-seed=1", "talas-seed=2", "simcse-seed=1", "simcse-seed=2"]
@@ -103,25 +103,23 @@ def test_the_grid_is_applied_to_each_run_of_the_list(base: dict[str, Any], tmp_p
     assert plan[2].config.objective.options == {"lasd_weight": 0.0, "depth": 1}
 
 
-def test_a_run_without_a_name_is_called_after_its_settings(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_without_a_name_is_named_after_its_settings(base: dict[str, Any], tmp_path: Path) -> None:
     runs = [
         {"set": {"objective.name": "simcse", "sharpness.name": "asam", "training.learning_rate": 1e-4}},
         {"set": {"export.normalize": False, "corpus": None, "space": "toy"}},
     ]
-    with pytest.raises(Exception, match="several corpora"):  # it is looked for in the cache
+    with pytest.raises(Exception, match="several corpora"):  # the cache is opened
         planned(tmp_path, base, runs=runs)
     runs[1]["set"] = {"export.normalize": False, "space": "toy"}
     assert planned(tmp_path, base, runs=runs) == ["simcse-asam-learning_rate=0.0001", "normalize=false-space=toy"]
 
 
-def test_keys_with_one_ending_are_told_apart_by_more_of_it(base: dict[str, Any], tmp_path: Path) -> None:
+def test_keys_with_the_same_ending_get_longer_labels(base: dict[str, Any], tmp_path: Path) -> None:
     grid = {"training.learning_rate": [1e-4], "training.head_learning_rate": [0.5], "objective.options.depth": [1]}
     assert planned(tmp_path, base, grid=grid) == ["learning_rate=0.0001-head_learning_rate=0.5-depth=1"]
 
 
-def test_two_names_that_would_be_one_get_a_digest_each_that_stays(
-    base: dict[str, Any], tiny_student: Path, tmp_path: Path
-) -> None:
+def test_equal_names_get_a_stable_digest_each(base: dict[str, Any], tiny_student: Path, tmp_path: Path) -> None:
     grid = {"student.model": [str(tiny_student), f"{tiny_student.parent}/./{tiny_student.name}"]}
     first, second = planned(tmp_path, base, grid=grid)
     assert first != second
@@ -137,8 +135,8 @@ def test_two_names_that_would_be_one_get_a_digest_each_that_stays(
         ({"grid": {"training.seed": 1}}, r"grid.training.seed is 1; expected a list"),
         ({"grid": {"training.seed": []}}, r"grid.training.seed is \[\]; expected a list"),
         ({"grid": {"training.seed": [1, "x"]}}, "run seed=x: training.seed is 'x'; expected int"),
-        ({"grid": {"training.seed": [1, 1]}}, "are one and the same"),
-        ({"grid": {"output_dir": ["x"]}}, "output_dir is the sweep's to choose"),
+        ({"grid": {"training.seed": [1, 1]}}, "have equal settings"),
+        ({"grid": {"output_dir": ["x"]}}, "the sweep sets output_dir"),
         ({"grid": {"objective.name": ["talas", "talass"]}}, "run talass: .*did you mean 'talas'"),
         ({"grid": {"objective.preset": ["offical"]}}, "no preset 'offical'; it has: paper, official"),
         ({"grid": {"objective.options.temprature": [1]}}, "has no option 'temprature'; did you mean temperature"),
@@ -153,8 +151,8 @@ def test_two_names_that_would_be_one_get_a_digest_each_that_stays(
         ({"runs": {"a": 1}}, "expected a list of runs"),
         ({"runs": ["a"]}, r"runs\[0\]: expected keys and values, found 'a'"),
         ({"runs": [{"nmae": "a"}]}, r"no setting 'runs\[0\].nmae'; did you mean runs\[0\].name?"),
-        ({"runs": [{"name": "a/b"}]}, "'a/b' cannot be a folder's name"),
-        ({"runs": [{"name": "a"}, {"name": "a", "set": {"training.seed": 1}}]}, "two runs are called 'a'"),
+        ({"runs": [{"name": "a/b"}]}, "'a/b' is not a valid folder name"),
+        ({"runs": [{"name": "a"}, {"name": "a", "set": {"training.seed": 1}}]}, "two runs are named 'a'"),
         ({"runs": [{"name": "a"}], "parallel": 0}, "parallel is 0"),
         ({"runs": [{"name": "a"}], "parallel": 2, "workers": "ray"}, "write workers: ray:2"),
         ({"runs": [{"name": "a"}], "gpus_per_run": 0.5}, "gpus_per_run is for workers: ray"),
@@ -167,7 +165,7 @@ def test_two_names_that_would_be_one_get_a_digest_each_that_stays(
         ({"runs": [{"name": "a"}], "output_dir": None}, "output_dir is not set"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line_before_the_first_run(
+def test_an_invalid_sweep_is_an_error_in_one_line_before_the_first_run(
     base: dict[str, Any], tmp_path: Path, settings: dict[str, Any], expected: str
 ) -> None:
     path = write_sweep(tmp_path, base, **settings)
@@ -180,7 +178,7 @@ def test_what_cannot_be_is_refused_in_one_line_before_the_first_run(
     assert not (tmp_path / "sweep").exists()
 
 
-def test_a_file_that_is_no_sweep_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_sweep_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text("grid: [")
     with pytest.raises(ConfigError, match="not YAML"):
         SweepConfig.load(tmp_path / "sweep.yaml")
@@ -188,7 +186,7 @@ def test_a_file_that_is_no_sweep_is_refused(tmp_path: Path) -> None:
         SweepConfig.load(tmp_path / "absent.yaml")
 
 
-def test_a_dry_run_names_the_runs_and_starts_none(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_names_and_starts_no_run(base: dict[str, Any], tmp_path: Path) -> None:
     path = write_sweep(tmp_path, base, grid={"training.seed": [1, 2]})
     result = CliRunner().invoke(main, ["sweep", str(path), "--dry-run"])
     assert result.stdout.splitlines() == ["seed=1", "seed=2", f"2 runs in {tmp_path / 'sweep'}"]
@@ -206,15 +204,15 @@ GRID = {"objective.name": ["talas", "simcse"], "training.seed": [1, 2]}
 
 
 @pytest.mark.usefixtures("in_threads")
-def test_a_grid_ends_with_means_and_spread_over_the_seeds(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_grid_has_means_and_standard_deviations_over_seeds(base: dict[str, Any], tmp_path: Path) -> None:
     data = write_tasks(tmp_path / "data")
     path = write_sweep(tmp_path, base, grid=GRID, data=str(data), tasks=TASKS, dtype="fp32")
-    told: list[SweepProgress] = []
-    result = sweep(SweepConfig.load(path), report=told.append)
+    reported: list[SweepProgress] = []
+    result = sweep(SweepConfig.load(path), report=reported.append)
     assert (result.finished_before, dict(result.failed)) == (0, {})
-    assert told[0] == SweepProgress(0, 4, ())
-    assert told[1] == SweepProgress(0, 4, ("talas-seed=1",))
-    assert told[-1] == SweepProgress(4, 4, ())
+    assert reported[0] == SweepProgress(0, 4, ())
+    assert reported[1] == SweepProgress(0, 4, ("talas-seed=1",))
+    assert reported[-1] == SweepProgress(4, 4, ())
     assert [group.name for group in result.comparison.groups] == ["talas", "simcse"]
     assert result.comparison.differing == ("objective.name",)
     for group, method in zip(result.comparison.groups, ("talas", "simcse"), strict=True):
@@ -236,14 +234,14 @@ def test_a_grid_ends_with_means_and_spread_over_the_seeds(base: dict[str, Any], 
 
 
 @pytest.mark.usefixtures("in_threads")
-def test_the_same_sweep_again_does_nothing_and_shows_the_same_table(
+def test_a_finished_sweep_run_again_trains_nothing_and_gives_the_same_comparison(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_tasks(tmp_path / "data")
     path = write_sweep(tmp_path, base, grid={"training.seed": [1, 2]}, data=str(data), tasks=TASKS)
     first = sweep(SweepConfig.load(path))
     before = mtimes(tmp_path / "sweep")
-    monkeypatch.setattr(sweep_module, "launcher", None)  # nothing may be started
+    monkeypatch.setattr(sweep_module, "launcher", None)  # no run may start
     again = sweep(SweepConfig.load(path))
     assert again.finished_before == 2
     assert mtimes(tmp_path / "sweep") == before
@@ -251,9 +249,7 @@ def test_the_same_sweep_again_does_nothing_and_shows_the_same_table(
 
 
 @pytest.mark.usefixtures("in_threads")
-def test_finished_runs_are_scored_when_data_come_later_and_again_when_the_data_change(
-    base: dict[str, Any], tmp_path: Path
-) -> None:
+def test_finished_runs_are_scored_when_data_are_added_or_changed(base: dict[str, Any], tmp_path: Path) -> None:
     def swept(**settings: Any) -> SweepResult:
         return sweep(SweepConfig.load(write_sweep(tmp_path, base, grid={"training.seed": [1]}, **settings)))
 
@@ -269,7 +265,7 @@ def test_finished_runs_are_scored_when_data_come_later_and_again_when_the_data_c
 
 
 @pytest.mark.usefixtures("in_threads")
-def test_a_run_that_fails_stops_no_other_and_is_tried_again(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_failed_run_does_not_stop_the_others_and_is_retried(base: dict[str, Any], tmp_path: Path) -> None:
     grid = {"training.learning_rate": [1e38, 1e-3], "training.seed": [1]}
     path = write_sweep(tmp_path, base, grid=grid)
     result = CliRunner().invoke(main, ["sweep", str(path), "--json", "-o", str(tmp_path / "table.md")])
@@ -283,12 +279,12 @@ def test_a_run_that_fails_stops_no_other_and_is_tried_again(base: dict[str, Any]
     assert "- learning_rate=1e+38-seed=1 failed: " in table
     again = CliRunner().invoke(main, ["sweep", str(path)])
     assert again.exit_code == 1
-    assert "1 of 2 runs are finished already" in again.stderr
+    assert "1 of 2 runs are already finished" in again.stderr
     assert "learning_rate=1e+38-seed=1 failed" in again.stderr
 
 
 @pytest.mark.usefixtures("in_threads")
-def test_a_sweep_whose_settings_have_changed_is_refused_before_a_run(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_sweep_with_changed_settings_is_an_error_before_any_run(base: dict[str, Any], tmp_path: Path) -> None:
     sweep(SweepConfig.load(write_sweep(tmp_path, base, grid={"training.seed": [1]})))
     before = mtimes(tmp_path / "sweep")
     base["training"]["learning_rate"] = 0.5
@@ -298,15 +294,15 @@ def test_a_sweep_whose_settings_have_changed_is_refused_before_a_run(base: dict[
 
 
 class Endless(Launcher):
-    """Its runs end when they are told to."""
+    """Its runs end when they are stopped."""
 
     def __init__(self) -> None:
         super().__init__(2)
         self.stopped = threading.Event()
         self.started: list[str] = []
 
-    def _start(self, order: Order) -> str | None:
-        self.started.append(order.name)
+    def _start(self, job: Job) -> str | None:
+        self.started.append(job.name)
         self.stopped.wait(30)
         return "stopped"
 
@@ -314,9 +310,9 @@ class Endless(Launcher):
         self.stopped.set()
 
 
-def test_when_the_caller_leaves_what_runs_is_ended_and_what_waits_is_not_begun(tmp_path: Path) -> None:
+def test_closing_the_events_stops_running_jobs_and_starts_no_other(tmp_path: Path) -> None:
     launcher = Endless()
-    events = launcher.run([Order(name, {}, tmp_path / f"{name}.log") for name in "abcd"])
+    events = launcher.run([Job(name, {}, tmp_path / f"{name}.log") for name in "abcd"])
     assert {next(events).name, next(events).name} == {"a", "b"}
     events.close()
     assert launcher.stopped.is_set()
@@ -324,13 +320,13 @@ def test_when_the_caller_leaves_what_runs_is_ended_and_what_waits_is_not_begun(t
 
 
 class Broken(InThreads):
-    def _start(self, order: Order) -> str | None:
-        raise OSError(28, "No space left on device", str(order.log))
+    def _start(self, job: Job) -> str | None:
+        raise OSError(28, "No space left on device", str(job.log))
 
 
-def test_what_no_run_can_help_ends_the_sweep(tmp_path: Path) -> None:
-    events = Broken(1).run([Order("a", {}, tmp_path / "a.log")])
-    assert next(events) == Event("a")
+def test_an_error_of_the_launcher_ends_the_sweep(tmp_path: Path) -> None:
+    events = Broken(1).run([Job("a", {}, tmp_path / "a.log")])
+    assert next(events) == JobEvent("a")
     with pytest.raises(OSError, match="No space left"):
         next(events)
 
@@ -338,43 +334,43 @@ def test_what_no_run_can_help_ends_the_sweep(tmp_path: Path) -> None:
 # Where they run
 
 
-def handed(launcher: Launcher, names: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, str]]:
-    """The environments that the launcher's processes would have got."""
+def environments_of(
+    launcher: Launcher, names: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> list[dict[str, str]]:
+    """The environments of the launcher's processes."""
     seen: list[dict[str, str]] = []
     together = threading.Barrier(launcher.at_once)
 
-    def work_in_process(order: Order, environment: dict[str, str], *more: Any) -> None:
+    def run_job(job: Job, environment: dict[str, str], *more: Any) -> None:
         together.wait(10)
         seen.append(environment)
 
-    monkeypatch.setattr(launch, "work_in_process", work_in_process)
-    assert not [event.error for event in launcher.run([Order(name, {}, tmp_path) for name in names]) if event.error]
+    monkeypatch.setattr(launch, "run_job", run_job)
+    assert not [event.error for event in launcher.run([Job(name, {}, tmp_path) for name in names]) if event.error]
     return sorted(seen, key=str)
 
 
-def test_runs_at_once_divide_the_cores_and_have_one_gpu_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_parallel_runs_divide_the_cores_and_have_one_gpu_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     monkeypatch.setattr(launch, "_cores", lambda: 13)
-    environments = handed(launch.LocalLauncher(4), "abcdefgh", monkeypatch, tmp_path)
+    environments = environments_of(launch.LocalLauncher(4), "abcdefgh", monkeypatch, tmp_path)
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["5"] * 4 + ["7"] * 4
     assert {environment["OMP_NUM_THREADS"] for environment in environments} == {"3"}
 
 
-def test_threads_that_were_set_and_a_single_gpu_stay_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_given_threads_and_a_single_gpu_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert handed(launch.LocalLauncher(2), "ab", monkeypatch, tmp_path) == [{}, {}]
+    assert environments_of(launch.LocalLauncher(2), "ab", monkeypatch, tmp_path) == [{}, {}]
 
 
 class FakeRay:
-    """Nodes, and the options that a task was given."""
+    """Nodes, and the options of a task."""
 
     def __init__(self, *nodes: dict[str, float]) -> None:
         self._nodes = nodes
-        self.asked: dict[str, float] = {}
+        self.task_options: dict[str, float] = {}
 
     def nodes(self) -> list[dict[str, Any]]:
         return [{"Alive": True, "Resources": node} for node in self._nodes]
@@ -383,7 +379,7 @@ class FakeRay:
         return self
 
     def options(self, **options: float) -> "FakeRay":
-        self.asked = options
+        self.task_options = options
         return self
 
 
@@ -391,22 +387,20 @@ class FakeRay:
     ("wanted", "share", "at_once", "gpus"),
     [(None, 0.25, 8, 0.25), (None, None, 2, 1), (4, None, 4, 0.5), (3, 0.25, 3, 0.25), (None, 1.0, 2, 1.0)],
 )
-def test_on_ray_runs_share_the_gpus_as_they_are_told_to(
-    wanted: int | None, share: float | None, at_once: int, gpus: float
-) -> None:
+def test_runs_on_ray_share_gpus(wanted: int | None, share: float | None, at_once: int, gpus: float) -> None:
     ray = FakeRay({"CPU": 16, "GPU": 1}, {"CPU": 16, "GPU": 1})
     assert launch.RayLauncher(ray, wanted, share).at_once == at_once
-    assert ray.asked["num_gpus"] == gpus
-    assert ray.asked["num_cpus"] * at_once <= 32
+    assert ray.task_options["num_gpus"] == gpus
+    assert ray.task_options["num_cpus"] * at_once <= 32
 
 
-def test_a_run_that_another_process_is_at_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_another_process_trains_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "SECONDS_TO_WAIT", 0.0)
     with (tmp_path / "a.log").open("ab") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-        (begun, ended) = launch.LocalLauncher(1).run([Order("a", {}, tmp_path / "a.log")])
-    assert begun == Event("a")
-    assert "another process is at run a" in str(ended.error)
+        (started, ended) = launch.LocalLauncher(1).run([Job("a", {}, tmp_path / "a.log")])
+    assert started == JobEvent("a")
+    assert "another process trains run a" in str(ended.error)
 
 
 @pytest.mark.parametrize(
@@ -414,12 +408,12 @@ def test_a_run_that_another_process_is_at_is_refused(monkeypatch: pytest.MonkeyP
     [
         ("teacher: toy\nerror: no space left\n\n", 1, "no space left"),
         ("Traceback (most recent call last):\n  File x\nValueError: no\n", 1, "ValueError: no"),
-        ("", 3, "ended with exit code 3 without a word"),
-        ("step 1\n", -9, "ended by SIGKILL, which also comes when memory runs out"),
+        ("", 3, "ended with exit code 3 without output"),
+        ("step 1\n", -9, "ended by SIGKILL, as when memory runs out"),
         ("step 1\n", -11, "ended by SIGSEGV; see"),
     ],
 )
-def test_a_failure_is_the_last_line_that_the_process_said_or_its_signal(
+def test_a_failure_is_the_last_line_of_the_log_or_the_signal(
     tmp_path: Path, output: str, code: int, expected: str
 ) -> None:
     (tmp_path / "a.log").write_text("error: of an earlier try\n" + output)

@@ -1,4 +1,4 @@
-"""Runs of a tiny student on the toy cache, whole or only their trainer."""
+"""Runs, or only trainers, of a tiny student on the toy cache."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from teacher_cache.table.cache import TeacherCache
 
 
 def tiny_config(cache: Path, student: Path, folder: Path, *overrides: str) -> RunConfig:
-    """A run of 7 batches an epoch on "few", in float32, without sharpness; `overrides` come last."""
+    """A run with 7 batches per epoch on "few", in float32, without sharpness; `overrides` come last."""
     return RunConfig.load(
         None,
         [
@@ -44,7 +44,7 @@ def tiny_config(cache: Path, student: Path, folder: Path, *overrides: str) -> Ru
 
 @dataclass
 class Parts:
-    """What a run is made of; each may be replaced before there is a trainer."""
+    """The parts of a run; each may be replaced before the trainer is built."""
 
     config: RunConfig
     student: Student
@@ -54,22 +54,23 @@ class Parts:
     assembly: Assembly
 
     def trainer(self, kind: type[DistillTrainer] = DistillTrainer, **options: Any) -> DistillTrainer:
-        made = replace(self.assembly, config=self.config, student=self.student, objective=self.objective)
-        return made.trainer(kind, self.dataset, self.collator, **options)
+        assembly = replace(self.assembly, config=self.config, student=self.student, objective=self.objective)
+        return assembly.trainer(kind, self.dataset, self.collator, **options)
 
 
 def parts(config: RunConfig, held_out: np.ndarray[Any, Any] | None = None) -> Parts:
-    """As `run` makes them; two calls give equal weights. The cache's handles live as long as the dataset."""
-    made = Assembly.load(config, TeacherCache.open(config.cache))
-    return Parts(config, made.student, made.objective, made.dataset(held_out), made.collator(), made)
+    """The parts as `run` builds them; two calls give equal weights."""
+    assembly = Assembly.load(config, TeacherCache.open(config.cache))
+    dataset, collator = assembly.dataset(held_out), assembly.collator()
+    return Parts(config, assembly.student, assembly.objective, dataset, collator, assembly)
 
 
 class Stopped(Exception):
-    """A run that was stopped from outside."""
+    """Raised by `stop_at`."""
 
 
 def stop_at(step: int) -> Callable[[TrainingProgress], None]:
-    """A progress callback that ends the run behind that step, before it is saved."""
+    """A progress callback that raises `Stopped` after a step, before it is saved."""
 
     def report(progress: TrainingProgress) -> None:
         if progress.step == step:

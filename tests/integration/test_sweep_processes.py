@@ -1,4 +1,4 @@
-"""Sweeps as they are typed: real processes, killed, stopped, side by side, on Ray."""
+"""Sweeps in real processes: killed, interrupted, parallel and on Ray."""
 
 import json
 import os
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 60
-# Listening to Ctrl-C, which a process does not whose parent was started in a shell's background.
-LISTENS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-COMMAND = [sys.executable, "-c", f"{LISTENS}; from cli.distill import main; main()", "sweep"]
+# Handle Ctrl-C, which background processes of a shell ignore.
+HANDLE_INTERRUPT = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+COMMAND = [sys.executable, "-c", f"{HANDLE_INTERRUPT}; from cli.distill import main; main()", "sweep"]
 
 
 def environment() -> dict[str, str]:
@@ -52,7 +52,7 @@ def write_sweep(path: Path, cache: Path, student: Path, *, steps: int = STEPS, *
     return path
 
 
-def begin(path: Path) -> subprocess.Popen[str]:
+def start(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*COMMAND, str(path), "--json"],
         env=environment(),
@@ -63,16 +63,16 @@ def begin(path: Path) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
+def wait(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
     """Exit code, JSON and stderr."""
     out, err = process.communicate(timeout=300)
     return process.returncode, json.loads(out) if out else {}, err
 
 
 def wait_for_step(step: int, folder: Path, process: subprocess.Popen[str]) -> None:
-    """Until the run in that folder is that far; the very checkpoint may come and go between two looks."""
+    """Wait until a run has a checkpoint of this step or a later one."""
     while max(map(checkpoint_step, checkpoints(folder)), default=0) < step:
-        assert process.poll() is None, f"ended by itself before step {step} of {folder}: {process.communicate()}"
+        assert process.poll() is None, f"ended before step {step} of {folder}: {process.communicate()}"
         time.sleep(0.005)
 
 
@@ -92,7 +92,7 @@ def mtimes(folder: Path) -> dict[Path, int]:
 
 @pytest.fixture(scope="module")
 def whole(toy_cache: Path, tiny_student: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four runs of one sweep, all at once on one cache, which nothing disturbed; its folder."""
+    """Folder of an uninterrupted sweep of four parallel runs on one cache."""
     folder = tmp_path_factory.mktemp("sweeps")
     before = mtimes(toy_cache)
     path = write_sweep(
@@ -104,17 +104,17 @@ def whole(toy_cache: Path, tiny_student: Path, tmp_path_factory: pytest.TempPath
         tasks=TASKS,
         parallel=4,
     )
-    code, record, err = ended(begin(path))
+    code, record, err = wait(start(path))
     assert code == 0, err
     assert [row["status"] for row in record["runs"]] == ["finished"] * 4
-    # One copy of the data: nothing was written beside or into the cache but what its readers touch.
+    # No run writes to the cache, except to LMDB's lock.
     assert [
         path for path, time in mtimes(toy_cache).items() if before.get(path) != time and path.suffix != ".mdb"
     ] == []
     return folder / "whole"
 
 
-def test_four_runs_at_once_on_one_cache_leave_scored_students_and_a_log_each(whole: Path) -> None:
+def test_four_parallel_runs_on_one_cache_have_scored_students_and_logs(whole: Path) -> None:
     for name in ("talas-seed=1", "talas-seed=2", "simcse-seed=1", "simcse-seed=2"):
         assert (whole / name / "final" / "modules.json").is_file()
         assert json.loads((whole / name / "eval.json").read_text())["tasks"].keys() == set(TASKS)
@@ -133,23 +133,23 @@ def test_killed_runs_and_a_killed_sweep_end_with_the_same_students(
         grid={"objective.name": ["talas", "simcse"], "training.seed": [1]},
     )
     folder = tmp_path / "killed"
-    # The first run is killed: the second goes on, the sweep says what happened.
-    process = begin(path)
+    # The first run is killed: the second one still runs, and the sweep reports the failure.
+    process = start(path)
     wait_for_step(4, folder / "talas-seed=1", process)
     (run,) = psutil.Process(process.pid).children()
     run.kill()
-    code, record, _ = ended(process)
+    code, record, _ = wait(process)
     assert code == 1
     assert "ended by SIGKILL" in record["failed"]["talas-seed=1"]
     assert [row["status"] for row in record["runs"]] == ["failed", "finished"]
     finished = mtimes(folder / "simcse-seed=1")
-    # The sweep is killed: its run ends too, and the next sweep begins at once.
-    process = begin(path)
+    # The sweep is killed: its run ends too, and the next sweep can start at once.
+    process = start(path)
     wait_for_step(STEPS // 2, folder / "talas-seed=1", process)
     (run,) = psutil.Process(process.pid).children()
     process.kill()
     process.communicate()
-    code, record, err = ended(begin(path))
+    code, record, err = wait(start(path))
     assert not run.is_running()
     assert code == 0, err
     assert record["finished_before"] == 1
@@ -159,16 +159,16 @@ def test_killed_runs_and_a_killed_sweep_end_with_the_same_students(
         assert_equal_runs(folder / name, whole / name)
 
 
-def test_ctrl_c_ends_the_runs_too(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_runs_too(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     path = write_sweep(
         tmp_path / "stopped.yaml", toy_cache, tiny_student, grid={"training.seed": [1, 2, 3]}, parallel=2, steps=100_000
     )
-    process = begin(path)
+    process = start(path)
     for seed in (1, 2):
         wait_for_step(2, tmp_path / "stopped" / f"seed={seed}", process)
     runs = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
-    code, _, err = ended(process)
+    code, _, err = wait(process)
     assert code == 130
     assert "the same command goes on" in err
     assert len(runs) == 2
@@ -177,7 +177,7 @@ def test_ctrl_c_ends_the_runs_too(toy_cache: Path, tiny_student: Path, tmp_path:
 
 
 def test_a_sweep_needs_no_teacher(tiny_student: Path, tmp_path: Path) -> None:
-    """Once its vectors are cached, the teacher's folder may be gone."""
+    """The teacher's folder is removed after caching."""
     from teacher_cache.building.build import build
     from teacher_cache.corpus.corpus import Corpus
     from teacher_cache.teachers.base import TeacherOptions
@@ -191,7 +191,7 @@ def test_a_sweep_needs_no_teacher(tiny_student: Path, tmp_path: Path) -> None:
     )
     shutil.rmtree(teacher)
     path = write_sweep(tmp_path / "alone.yaml", tmp_path / "cache", tiny_student, grid={"training.seed": [1]})
-    code, record, err = ended(begin(path))
+    code, record, err = wait(start(path))
     assert code == 0, err
     assert (
         record["runs"][0]["figures"]["agreement.after.spearman"]
@@ -199,7 +199,7 @@ def test_a_sweep_needs_no_teacher(tiny_student: Path, tmp_path: Path) -> None:
     )
 
 
-def test_on_ray_the_same_students_come_out(whole: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_runs_on_ray_give_the_same_students(whole: Path, toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     path = write_sweep(
         tmp_path / "ray.yaml",
@@ -211,20 +211,20 @@ def test_on_ray_the_same_students_come_out(whole: Path, toy_cache: Path, tiny_st
         ],
         workers="ray:2",
     )
-    code, record, err = ended(begin(path))
+    code, record, err = wait(start(path))
     assert code == 1
     assert record["failed"].keys() == {"broken"}, err
     assert "the loss is" in record["failed"]["broken"]
     assert_equal_runs(tmp_path / "ray" / "talas-seed=1", whole / "talas-seed=1")
 
 
-def test_shares_of_a_gpu_are_refused_where_ray_sees_none(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_gpus_per_run_without_a_gpu_on_ray_is_an_error(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     path = write_sweep(
         tmp_path / "ray.yaml", toy_cache, tiny_student, grid={"training.seed": [1]}, workers="ray", gpus_per_run=0.25
     )
-    code, _, err = ended(begin(path))
+    code, _, err = wait(start(path))
     assert code == 1
     assert "Ray sees no GPU" in err.splitlines()[-1]
