@@ -159,7 +159,7 @@ def test_equal_names_get_a_stable_digest_each(base: dict[str, Any], tiny_student
         ({"runs": [{"name": "a"}], "gpus_per_run": 2.0, "workers": "ray"}, "gpus_per_run is 2"),
         ({"runs": [{"name": "a"}], "workers": "spark"}, "unknown workers 'spark'"),
         ({"runs": [{"name": "a"}], "tasks": ["stsb"]}, "no data to score on"),
-        ({"runs": [{"name": "a"}], "data": "/nowhere", "tasks": ["stsb"]}, "/nowhere: there is no such folder"),
+        ({"runs": [{"name": "a"}], "data": "/nowhere", "tasks": ["stsb"]}, "/nowhere: no such folder"),
         ({"runs": [{"name": "a"}], "data": "/nowhere", "tasks": ["sstb"]}, "did you mean 'stsb'"),
         ({"runs": [{"name": "a"}], "data": "/nowhere", "dtype": "fp8"}, "dtype is 'fp8'; expected auto, fp32 or bf16"),
         ({"runs": [{"name": "a"}], "output_dir": None}, "output_dir is not set"),
