@@ -169,9 +169,9 @@ def test_no_encoding_stores_nan_infinity_or_zero_vectors(name: str, row: list[fl
 
 def test_int8_quarantines_scales_beyond_float16() -> None:
     int8 = ENCODINGS["int8"]
-    refused = check_rows(np.array([[9e6, 1.0], [1e-9, 1e-9]], dtype=np.float32), int8).quarantined
-    assert refused[0].startswith("overflows int8")
-    assert refused[1].startswith("vanishes in int8")
+    quarantined = check_rows(np.array([[9e6, 1.0], [1e-9, 1e-9]], dtype=np.float32), int8).quarantined
+    assert quarantined[0].startswith("overflows int8")
+    assert quarantined[1].startswith("vanishes in int8")
 
 
 def test_float32_changes_nothing() -> None:

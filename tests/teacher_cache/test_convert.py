@@ -95,7 +95,7 @@ def test_a_conversion_to_the_same_encoding_does_nothing(path: Path) -> None:
 def test_an_interrupted_conversion_changes_nothing_and_can_be_repeated(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = conversion._convert_shard
+    original = conversion._convert_shard
     calls = 0
 
     def killed(*arguments: object) -> object:
@@ -103,7 +103,7 @@ def test_an_interrupted_conversion_changes_nothing_and_can_be_repeated(
         calls += 1
         if calls == 4:
             raise KeyboardInterrupt
-        return honest(*arguments)  # type: ignore[arg-type]
+        return original(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(conversion, "_convert_shard", killed)
     with pytest.raises(KeyboardInterrupt):

@@ -117,7 +117,7 @@ some_keys = st.builds(lambda head, tail: bytes([head]) * 12 + bytes([tail]) * 4,
 
 @given(st.lists(st.lists(some_keys, max_size=12), max_size=4), st.lists(some_keys, max_size=10))
 def test_keys_get_rows_in_order_and_the_last_key_is_the_last_row(
-    batches: list[list[bytes]], asked: list[bytes]
+    batches: list[list[bytes]], looked_up: list[bytes]
 ) -> None:
     expected: dict[bytes, int] = {}
     rows = 0
@@ -129,9 +129,9 @@ def test_keys_get_rows_in_order_and_the_last_key_is_the_last_row(
             expected |= {key: rows + place for place, key in enumerate(batch)}
             rows += len(batch)
             assert index.rows() == rows
-        found = index.find(asked)
+        found = index.find(looked_up)
         assert found.dtype == np.int64
-        assert found.tolist() == [expected.get(key, -1) for key in asked]
+        assert found.tolist() == [expected.get(key, -1) for key in looked_up]
         assert index.key_count() == len(expected)
         index.close()
 
@@ -279,10 +279,10 @@ def test_a_forked_child_opens_its_own_handle(tmp_path: Path, writer: Index) -> N
     child = os.fork()
     if child == 0:
         try:
-            mine = reader.key_count() == 3 and Index(tmp_path / "index.lmdb", writable=False).key_count() == 3
+            equal = reader.key_count() == 3 and Index(tmp_path / "index.lmdb", writable=False).key_count() == 3
             reader.close()
         finally:
-            os._exit(0 if mine else 1)
+            os._exit(0 if equal else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     writer.commit(keys(3, 4))  # the parent's handle is still open after the child closed its copy
     assert reader.key_count() == 4
@@ -384,8 +384,8 @@ def test_a_sealed_copy_returns_the_same_as_its_source(
         keys=made,
     )
     copy = sealed_copy(writer, tmp_path / "index.sealed")
-    asked = [*made, key(1)]
-    assert copy.find(asked).tolist() == writer.find(asked).tolist() == [*range(3000), -1]
+    looked_up = [*made, key(1)]
+    assert copy.find(looked_up).tolist() == writer.find(looked_up).tolist() == [*range(3000), -1]
     assert (copy.rows(), copy.key_count()) == (3000, 3000)
     assert [number for number, _ in copy.iter_shards("a")] == list(range(300))
     assert copy.records("spaces") == {"s": b"{}"}

@@ -139,8 +139,8 @@ def test_values_in_the_same_encoding_are_copied_bit_for_bit(tmp_path: Path, stor
     source = foreign(tmp_path / "a", TEXTS, vectors, storage=storage)
     target = foreign(tmp_path / "c", ["own"], 2 * teacher_vectors(["own"]), storage=storage)
     merge([source], target)
-    ours, theirs = all_vectors(target), all_vectors(source)
-    assert all(np.array_equal(ours[text], theirs[text]) for text in TEXTS)
+    merged, given = all_vectors(target), all_vectors(source)
+    assert all(np.array_equal(merged[text], given[text]) for text in TEXTS)
     with TeacherCache.open(target) as cache, TeacherCache.open(source) as other:
         view, original = cache.space(), other.space()
         rows = np.arange(other.rows)
@@ -282,8 +282,8 @@ def test_quarantined_rows_without_a_vector_are_copied(tmp_path: Path) -> None:
     assert outcome(merge([source], target)) == (4, 2, 1, 0, 1)
     with TeacherCache.open(target) as cache:
         reasons = cache.space().quarantined()
-        told = {cache.texts(np.array([row]))[0]: reason for row, reason in reasons.items()}
-    assert told == {"nan 1": "NaN in the teacher output", "inf 1": "infinite value in the teacher output"}
+        reasons_by_text = {cache.texts(np.array([row]))[0]: reason for row, reason in reasons.items()}
+    assert reasons_by_text == {"nan 1": "NaN in the teacher output", "inf 1": "infinite value in the teacher output"}
     again = build(corpus_of(tmp_path / "all", ["inf 1", "nan 1", "fine 2", "fine 1"]), bad, target, name="all")
     assert (again.encoded, again.cached, again.quarantined) == (0, 2, 2)
 
@@ -296,16 +296,16 @@ def test_a_space_with_only_quarantined_rows_is_copied(tmp_path: Path) -> None:
     assert verify(tmp_path / "c", deep=True).ok
 
 
-@pytest.mark.parametrize("first", ["refused", "sound"])
+@pytest.mark.parametrize("first", ["invalid", "valid"])
 def test_a_row_with_a_vector_in_any_source_is_not_quarantined(tmp_path: Path, first: str) -> None:
-    sound = foreign(tmp_path / "sound", TEXTS, 2 * teacher_vectors(TEXTS))
+    valid = foreign(tmp_path / "valid", TEXTS, 2 * teacher_vectors(TEXTS))
     vectors = 2 * teacher_vectors(TEXTS)
     vectors[3] = 0
-    refused = foreign(tmp_path / "refused", TEXTS, vectors)
-    sources = [refused, sound] if first == "refused" else [sound, refused]
+    invalid = foreign(tmp_path / "invalid", TEXTS, vectors)
+    sources = [invalid, valid] if first == "invalid" else [valid, invalid]
     merge(sources, tmp_path / "c")
-    merge([sound], refused)
-    for path in (tmp_path / "c", refused):
+    merge([valid], invalid)
+    for path in (tmp_path / "c", invalid):
         with TeacherCache.open(path) as cache:
             assert cache.space().quarantined() == {}
             assert len(all_vectors(path)) == 30
@@ -388,9 +388,9 @@ def test_an_interrupted_merge_resumes(
     assert corpora(target) == corpora(tmp_path / "whole")
     for options in (TOY, BadVectors.options()):
         slug = resolve(options).space.slug
-        ours, theirs = all_vectors(target, slug), all_vectors(tmp_path / "whole", slug)
-        assert {text: vector.tolist() for text, vector in ours.items()} == {
-            text: vector.tolist() for text, vector in theirs.items()
+        merged, expected = all_vectors(target, slug), all_vectors(tmp_path / "whole", slug)
+        assert {text: vector.tolist() for text, vector in merged.items()} == {
+            text: vector.tolist() for text, vector in expected.items()
         }
         with TeacherCache.open(target) as cache:
             assert len(cache.space(slug).quarantined()) == (options != TOY)

@@ -303,14 +303,14 @@ def test_after_an_error_no_thread_writes_into_the_given_buffers(
     (tmp_path / "short").write_bytes(b"1")
     (tmp_path / "slow").write_bytes(b"2" * 100)
     monkeypatch.setattr(shard_files, "read_cached", lambda *read: False)
-    honest = shard_files._read
+    original = shard_files._read
     slow = os.open(tmp_path / "slow", os.O_RDONLY)
     short = os.open(tmp_path / "short", os.O_RDONLY)
 
     def slowly(read: shard_files.Read) -> None:
         if read[0] == slow:
             time.sleep(0.2)
-        honest(read)
+        original(read)
 
     monkeypatch.setattr(shard_files, "_read", slowly)
     buffers = [bytearray(100) for _ in range(40)]

@@ -99,12 +99,12 @@ def test_present_rows_are_read_in_any_order(data: st.DataObject, compressed: boo
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=SHARD, max_size=SHARD)))
     rows = values(SHARD, seed=data.draw(st.integers(0, 9)))
     places = np.flatnonzero(mask).tolist()
-    asked = np.array(data.draw(st.lists(st.sampled_from(places), max_size=40)) if places else [], dtype=np.intp)
+    wanted = np.array(data.draw(st.lists(st.sampled_from(places), max_size=40)) if places else [], dtype=np.intp)
     with passing_folder() as folder:
         array = numbers(Path(folder) / "a", compressed=compressed)
         receipt = array.write_shard(0, rows, mask)
         assert receipt.size == array.shard_path(0).stat().st_size
-        np.testing.assert_array_equal(array.read(asked), rows[asked])
+        np.testing.assert_array_equal(array.read(wanted), rows[wanted])
         np.testing.assert_array_equal(array.read_shard(0, mask), rows[mask])
         assert array.codec.digest(rows[mask]) == receipt.digest
 

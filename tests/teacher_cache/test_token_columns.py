@@ -50,14 +50,14 @@ def test_byte_strings_of_any_length_are_read_in_any_order_also_by_zarr(
 ) -> None:
     present = np.array([value is not None for value in values])
     rows = objects(values)
-    asked = np.flatnonzero(present).tolist() * 2
-    random.shuffle(asked)
+    order = np.flatnonzero(present).tolist() * 2
+    random.shuffle(order)
     with passing_folder() as folder:
         array = ragged(Path(folder) / "a", compressed=compressed, itemsize=itemsize)
         receipt = array.write_shard(0, rows, present)
         array.grow(SHARD)
         assert receipt.size == array.shard_path(0).stat().st_size
-        assert array.read(np.array(asked, dtype=np.int64)).tolist() == rows[asked].tolist()
+        assert array.read(np.array(order, dtype=np.int64)).tolist() == rows[order].tolist()
         assert array.codec.digest(rows[present]) == receipt.digest
         assert zarr.open_array(Path(folder) / "a", mode="r")[:].tolist() == rows.tolist()
 
@@ -98,7 +98,7 @@ def columns(folder: Path, storage: str = "float16", attention: tuple[int, ...] |
         return columns_of(cache.ensure_tokens(cache.space(), record(storage, attention)))
 
 
-def spoken(lengths: list[int], seed: int = 0, scale: float = 1.0) -> list[TextTokens]:
+def random_tokens(lengths: list[int], seed: int = 0, scale: float = 1.0) -> list[TextTokens]:
     random = np.random.default_rng(seed)
     return [
         TextTokens(
@@ -125,10 +125,10 @@ def test_stored_tokens_are_restored_within_the_bounds_of_their_encoding(
     made = TokenColumns.__new__(TokenColumns)
     made.record = record(storage, (2, 4) if attention else None)
     made.encoding = made.record.encoding
-    said = spoken(lengths, seed, scale)
-    checked = made.check(said, attention=attention)
+    outputs = random_tokens(lengths, seed, scale)
+    checked = made.check(outputs, attention=attention)
     assert not checked.quarantined
-    for place, text in enumerate(said):
+    for place, text in enumerate(outputs):
         stored = checked.stored[place]
         assert stored.tokens == lengths[place]
         assert stored.bytes == stored.tokens * made.record.token_bytes() + made.record.attention_bytes(stored.tokens)
@@ -148,11 +148,11 @@ def test_stored_tokens_are_restored_within_the_bounds_of_their_encoding(
 
 def test_states_can_be_restored_into_a_padded_batch(tmp_path: Path) -> None:
     made = columns(tmp_path, attention=None)
-    (said,) = spoken([5])
-    stored = made.check([said], attention=False).stored[0]
+    (outputs,) = random_tokens([5])
+    stored = made.check([outputs], attention=False).stored[0]
     batch = np.zeros((2, 9, SHAPE.width), dtype=np.float32)
     made.restore(stored, batch[1, :5])
-    np.testing.assert_allclose(batch[1, :5], said.states, rtol=1e-3)
+    np.testing.assert_allclose(batch[1, :5], outputs.states, rtol=1e-3)
     assert not batch[1, 5:].any()
     assert not batch[0].any()
 
@@ -166,37 +166,37 @@ def test_states_can_be_restored_into_a_padded_batch(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_text_with_an_invalid_state_is_quarantined(tmp_path: Path, value: float, reason: str) -> None:
-    said = spoken([3, 4, 5])
-    said[1].states[2, 0] = value
-    checked = columns(tmp_path).check(said, attention=True)
+    outputs = random_tokens([3, 4, 5])
+    outputs[1].states[2, 0] = value
+    checked = columns(tmp_path).check(outputs, attention=True)
     assert checked.quarantined == {1: reason}
     assert sorted(checked.stored) == [0, 2]
 
 
 def test_a_text_without_tokens_or_with_non_finite_attention_is_quarantined(tmp_path: Path) -> None:
-    said = spoken([3, 0, 5])
-    assert said[2].attention is not None
-    said[2].attention[1, 4, 4] = np.nan
+    outputs = random_tokens([3, 0, 5])
+    assert outputs[2].attention is not None
+    outputs[2].attention[1, 4, 4] = np.nan
     made = columns(tmp_path)
-    assert made.check(said, attention=True).quarantined == {
+    assert made.check(outputs, attention=True).quarantined == {
         1: "tokens: none",
         2: "tokens: attention is not finite",
     }
-    assert made.check(said[2:], attention=False).quarantined == {}
+    assert made.check(outputs[2:], attention=False).quarantined == {}
 
 
 def test_shapes_that_differ_from_the_configuration_are_a_teacher_error(tmp_path: Path) -> None:
     made = columns(tmp_path)
-    (text,) = spoken([4])
+    (text,) = random_tokens([4])
     wrong = [
         TextTokens(text.states[:, :5], text.pieces, text.importance, text.attention),
         TextTokens(text.states[:3], text.pieces, text.importance, text.attention),
         TextTokens(text.states, text.pieces, text.importance, None),
         TextTokens(text.states, text.pieces, text.importance, text.attention[:1]),  # type: ignore[index]
     ]
-    for said in wrong:
+    for outputs in wrong:
         with pytest.raises(TeacherError, match=r"returned tokens of shapes .* its configuration gives"):
-            made.check([said], attention=True)
+            made.check([outputs], attention=True)
 
 
 @pytest.mark.parametrize("width", [64, 96, 128])
@@ -215,17 +215,17 @@ def test_int8_blocks_are_restored_equally_into_any_memory_layout(width: int, row
 def test_every_encoding_keeps_a_few_huge_numbers_among_small_ones(tmp_path: Path) -> None:
     states = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
     states[:, 3] = 300.0
-    said = [TextTokens(states, np.zeros((50, 4), dtype=np.int32))]
+    outputs = [TextTokens(states, np.zeros((50, 4), dtype=np.int32))]
     for storage in TOKEN_ENCODINGS:
         made = TokenColumns.__new__(TokenColumns)
         made.record = TokenRecord(TokenShape(64, 4, 2, False), storage)
         made.encoding = made.record.encoding
-        assert made.check(said, attention=False).quarantined == {}
+        assert made.check(outputs, attention=False).quarantined == {}
 
 
 def test_inconsistent_columns_are_damage(tmp_path: Path) -> None:
     made = columns(tmp_path)
-    stored = made.check(spoken([4]), attention=True).stored[0]
+    stored = made.check(random_tokens([4]), attention=True).stored[0]
     assert stored.attention is not None
     for wrong in (
         StoredTokens(stored.states[:-12], stored.pieces, stored.attention),
@@ -300,8 +300,8 @@ def test_zarr_and_numpy_alone_read_a_cache_with_token_columns(tmp_path: Path, st
     blobs_of = {
         name: zarr.open_array(str(space / f"{name}.zarr"), mode="r")[:] for name in ("tokens", "pieces", "attention")
     }
-    said = columns_of(opened(path)).gather(np.arange(20), attention=True)
-    for row, text in enumerate(said):
+    outputs = columns_of(opened(path)).gather(np.arange(20), attention=True)
+    for row, text in enumerate(outputs):
         pieces = np.frombuffer(blobs_of["pieces"][row], "<i4").reshape(-1, 4)
         np.testing.assert_array_equal(pieces, text.pieces)
         halves = np.frombuffer(blobs_of["attention"][row], "<f2")

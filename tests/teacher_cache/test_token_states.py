@@ -1,4 +1,4 @@
-"""Teachers that speak token by token, against a direct forward pass of transformers over one text at a time."""
+"""Token-level teacher output, compared with a forward pass of transformers over one text at a time."""
 
 import os
 import re
@@ -63,14 +63,14 @@ def teach(model: Path | str, request: TokenRequest | None = EVERYTHING, **more: 
     return load_teacher(spec_of(model, request, **more))
 
 
-def said(teacher: Teacher, texts: list[str]) -> list[TextTokens]:
+def outputs_of(teacher: Teacher, texts: list[str]) -> list[TextTokens]:
     by_token = teacher.encode_counted(texts).by_token
     assert by_token is not None
     return by_token
 
 
 def directly(folder: Path, texts: list[str], max_length: int) -> list[tuple[Any, ...]]:
-    """Ids, last hidden states and mean maps `(layers, T, T)` of each text alone, out of transformers itself."""
+    """Ids, last hidden states and mean maps `(layers, T, T)` of each text, computed with transformers."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -96,7 +96,7 @@ def test_states_maps_and_importance_are_those_of_the_model(
     texts = [*TEXTS, LONG]
     teacher = teach(models[name], max_length=30, padding_side=padding_side)
     expected = directly(ModelFolder(models[name]).encoder, texts, 30)
-    for one, (ids, states, maps) in zip(said(teacher, texts), expected, strict=True):
+    for one, (ids, states, maps) in zip(outputs_of(teacher, texts), expected, strict=True):
         assert one.pieces[:, ID].tolist() == ids.tolist()
         assert one.states.dtype == np.float32
         assert one.attention is not None
@@ -119,17 +119,17 @@ def test_vectors_and_counts_are_those_of_a_teacher_without_a_request(models: dic
 
 @pytest.mark.parametrize("name", ["bert", "qwen3", "st"])
 def test_the_batch_budget_and_the_order_of_texts_change_nothing(models: dict[str, Path], name: str) -> None:
-    small = said(teach(models[name], batch_tokens=17), TEXTS[::-1])[::-1]
-    for one, other in zip(small, said(teach(models[name]), TEXTS), strict=True):
+    small = outputs_of(teach(models[name], batch_tokens=17), TEXTS[::-1])[::-1]
+    for one, other in zip(small, outputs_of(teach(models[name]), TEXTS), strict=True):
         for a, b in ((one.states, other.states), (one.attention, other.attention), (one.importance, other.importance)):
             np.testing.assert_allclose(a, b, atol=1e-5)  # type: ignore[arg-type]
         assert one.pieces.tolist() == other.pieces.tolist()
 
 
-def test_only_the_layers_asked_for_are_kept_and_importance_is_the_last_ones(models: dict[str, Path]) -> None:
-    (both,) = said(teach(models["bert"]), TEXTS[:1])
-    (first,) = said(teach(models["bert"], TokenRequest(attention=(1,))), TEXTS[:1])
-    (none,) = said(teach(models["bert"], TokenRequest(attention=())), TEXTS[:1])
+def test_only_requested_layers_are_returned_and_importance_is_of_the_last_layer(models: dict[str, Path]) -> None:
+    (both,) = outputs_of(teach(models["bert"]), TEXTS[:1])
+    (first,) = outputs_of(teach(models["bert"], TokenRequest(attention=(1,))), TEXTS[:1])
+    (none,) = outputs_of(teach(models["bert"], TokenRequest(attention=())), TEXTS[:1])
     assert both.attention is not None
     assert first.attention is not None
     assert none.attention is not None
@@ -138,14 +138,14 @@ def test_only_the_layers_asked_for_are_kept_and_importance_is_the_last_ones(mode
     np.testing.assert_array_equal(none.importance, both.importance)  # type: ignore[arg-type]
 
 
-def test_states_alone_leave_attention_out(models: dict[str, Path]) -> None:
-    (one,) = said(teach(models["bert"], TokenRequest()), TEXTS[:1])
+def test_a_request_of_states_returns_no_attention(models: dict[str, Path]) -> None:
+    (one,) = outputs_of(teach(models["bert"], TokenRequest()), TEXTS[:1])
     assert one.attention is None
     assert one.importance is None
 
 
-def test_a_causal_teacher_looks_back_alone(models: dict[str, Path]) -> None:
-    for one in said(teach(models["qwen3"]), TEXTS):
+def test_a_causal_teacher_attends_only_backwards(models: dict[str, Path]) -> None:
+    for one in outputs_of(teach(models["qwen3"]), TEXTS):
         assert one.attention is not None
         assert not np.triu(one.attention, 1).any()
 
@@ -158,8 +158,8 @@ def test_states_come_before_pooling_and_dense(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_characters_of_the_pieces_spell_the_words(models: dict[str, Path], name: str) -> None:
-    for text, one in zip(TEXTS, said(teach(models[name]), TEXTS), strict=True):
+def test_token_offsets_cover_the_words(models: dict[str, Path], name: str) -> None:
+    for text, one in zip(TEXTS, outputs_of(teach(models[name]), TEXTS), strict=True):
         spans = [text[start:end] for _, start, end, role in one.pieces.tolist() if role == TEXT_TOKEN]
         assert spans == text.split()
 
@@ -169,39 +169,39 @@ def test_characters_of_the_pieces_spell_the_words(models: dict[str, Path], name:
     [("bert", [OPENING, CLOSING]), ("xlm-roberta", [OPENING, CLOSING]), ("qwen3", [CLOSING])],
 )
 def test_specials_have_their_roles_and_no_characters(models: dict[str, Path], name: str, around: list[int]) -> None:
-    (one,) = said(teach(models[name]), TEXTS[:1])
+    (one,) = outputs_of(teach(models[name]), TEXTS[:1])
     special = one.pieces[one.pieces[:, ROLE] != TEXT_TOKEN]
     assert special[:, ROLE].tolist() == around
     assert not special[:, 1:3].any()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_empty_text_says_its_specials_alone(models: dict[str, Path], name: str) -> None:
-    (one,) = said(teach(models[name]), [""])
+def test_an_empty_text_has_only_special_tokens(models: dict[str, Path], name: str) -> None:
+    (one,) = outputs_of(teach(models[name]), [""])
     assert len(one.states) == len(one.pieces) == (1 if name == "qwen3" else 2)
     assert TEXT_TOKEN not in one.pieces[:, ROLE]
 
 
-def test_an_empty_text_under_a_tokenizer_without_specials_says_one_token(
+def test_an_empty_text_has_one_token_if_the_tokenizer_has_no_special_tokens(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(models["qwen3"], tmp_path / "bare")
     for file in folder.glob("tokenizer*.json"):
         file.unlink()
     tiny_teachers.write_tokenizer(folder, bos=None, eos=None, pad="<|end|>", max_length=64)
-    empty, full = said(teach(folder), ["", "the cat"])
+    empty, full = outputs_of(teach(folder), ["", "the cat"])
     assert empty.pieces.tolist() == [[1, 0, 0, OTHER]]
     assert full.pieces[:, ROLE].tolist() == [TEXT_TOKEN, TEXT_TOKEN]
 
 
 def test_no_texts_give_no_tokens(models: dict[str, Path]) -> None:
-    assert said(teach(models["bert"]), []) == []
+    assert outputs_of(teach(models["bert"]), []) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prompt_tokens_are_said_but_are_no_part_of_the_text(models: dict[str, Path], name: str) -> None:
+def test_prompt_tokens_are_returned_but_are_not_of_the_text(models: dict[str, Path], name: str) -> None:
     teacher = teach(models[name], prompt="a river ")
-    (one,) = said(teacher, ["the cat"])
+    (one,) = outputs_of(teacher, ["the cat"])
     (whole,) = directly(ModelFolder(models[name]).encoder, ["a river the cat"], 60)
     np.testing.assert_allclose(one.states, whole[1], atol=1e-5)
     text = one.pieces[one.pieces[:, ROLE] == TEXT_TOKEN]
@@ -211,8 +211,8 @@ def test_prompt_tokens_are_said_but_are_no_part_of_the_text(models: dict[str, Pa
     assert not prompt[:, 1:3].any()
 
 
-def test_a_token_across_prompt_and_text_belongs_to_the_text_from_there_on(models: dict[str, Path]) -> None:
-    (one,) = said(teach(models["bert"], prompt="a ri"), ["ver ran"])
+def test_a_token_across_prompt_and_text_covers_only_the_text(models: dict[str, Path]) -> None:
+    (one,) = outputs_of(teach(models["bert"], prompt="a ri"), ["ver ran"])
     assert one.pieces[:, 1:].tolist() == [
         [0, 0, OPENING],
         [0, 0, OTHER],
@@ -223,7 +223,7 @@ def test_a_token_across_prompt_and_text_belongs_to_the_text_from_there_on(models
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_is_cut_and_keeps_its_closing_special(models: dict[str, Path], name: str) -> None:
+def test_a_truncated_text_keeps_its_closing_special_token(models: dict[str, Path], name: str) -> None:
     encoded = teach(models[name], max_length=7).encode_counted([LONG, "the cat"])
     assert encoded.truncated.tolist() == [True, False]
     assert encoded.by_token is not None
@@ -235,15 +235,15 @@ def test_a_text_is_cut_and_keeps_its_closing_special(models: dict[str, Path], na
     ]
 
 
-def test_a_text_cut_on_the_left_names_the_characters_of_its_end(models: dict[str, Path], tmp_path: Path) -> None:
+def test_offsets_of_a_text_truncated_on_the_left_are_those_of_its_end(models: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(models["bert"], tmp_path / "left")
     tiny_teachers.edit_json(folder / "tokenizer_config.json", truncation_side="left")
     text = "the cat sat on the mat"
-    (one,) = said(teach(folder, max_length=4), [text])
+    (one,) = outputs_of(teach(folder, max_length=4), [text])
     assert [text[start:end] for _, start, end, _ in one.pieces.tolist()] == ["", "the", "mat", ""]
 
 
-def test_tokens_that_overflow_are_said_again_in_float32(models: dict[str, Path], tmp_path: Path) -> None:
+def test_tokens_that_overflow_are_computed_again_in_float32(models: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(models["bert"], tmp_path / "hot")
     weights = load_file(folder / "model.safetensors")
     weights["encoder.layer.1.intermediate.dense.weight"] *= 50000
@@ -251,16 +251,14 @@ def test_tokens_that_overflow_are_said_again_in_float32(models: dict[str, Path],
     encoded = teach(folder, dtype="float16").encode_counted(TEXTS)
     assert encoded.repaired.any()
     assert encoded.by_token is not None
-    exact = said(teach(folder), TEXTS)
+    exact = outputs_of(teach(folder), TEXTS)
     for row in np.flatnonzero(encoded.repaired).tolist():
         np.testing.assert_allclose(encoded.by_token[row].states, exact[row].states, atol=1e-4)
 
 
-def test_a_batch_out_of_memory_is_said_in_smaller_ones(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_out_of_memory_is_split(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = teach(models["bert"])
-    expected = said(teacher, TEXTS)
+    expected = outputs_of(teacher, TEXTS)
     sizes: list[int] = []
     encoder = teacher._encoder  # type: ignore[attr-defined]
     model = encoder._model
@@ -273,7 +271,7 @@ def test_a_batch_out_of_memory_is_said_in_smaller_ones(
         return vectors
 
     monkeypatch.setattr(encoder, "_model", replace(model, forward=tight))
-    for one, other in zip(said(teacher, TEXTS), expected, strict=True):
+    for one, other in zip(outputs_of(teacher, TEXTS), expected, strict=True):
         np.testing.assert_allclose(one.states, other.states, atol=1e-5)
     assert max(sizes) > 2 >= sizes[-1]
 
@@ -288,7 +286,7 @@ class TestRefusals:
     def test_attention_that_shows_no_maps(self, models: dict[str, Path], name: str) -> None:
         with pytest.raises(TeacherError, match="is sdpa, but attention maps need eager"):
             teach(models[name], attn_implementation="sdpa")
-        assert said(teach(models[name], TokenRequest(), attn_implementation="sdpa"), TEXTS[:1])
+        assert outputs_of(teach(models[name], TokenRequest(), attn_implementation="sdpa"), TEXTS[:1])
 
     def test_a_slow_tokenizer(self, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("transformers.PreTrainedTokenizerFast.is_fast", False)
@@ -316,7 +314,7 @@ class TestRefusals:
 
 
 class Mute(Teacher):
-    """A back end of one's own that knows nothing of tokens."""
+    """A custom backend without token-level output."""
 
     resolve = None  # type: ignore[assignment]
     encode_counted = None  # type: ignore[assignment]
@@ -348,7 +346,7 @@ class TestShape:
 class TestToy:
     def test_words_are_its_tokens(self) -> None:
         text = "the  cat\nsat the"
-        (one,) = said(teach("toy", prompt="a "), [text])
+        (one,) = outputs_of(teach("toy", prompt="a "), [text])
         assert [text[start:end] for _, start, end, _ in one.pieces.tolist()] == ["", *text.split()]
         assert one.pieces[:, ROLE].tolist() == [OTHER, TEXT_TOKEN, TEXT_TOKEN, TEXT_TOKEN, TEXT_TOKEN]
         assert one.pieces[1, ID] == one.pieces[4, ID] != one.pieces[2, ID]
@@ -357,14 +355,14 @@ class TestToy:
         assert not np.allclose(one.states[1], one.states[4])  # a word elsewhere in the text
 
     def test_attention_is_a_rule(self) -> None:
-        (one,) = said(teach("toy", TokenRequest(attention=(1, 3))), ["a b"])
+        (one,) = outputs_of(teach("toy", TokenRequest(attention=(1, 3))), ["a b"])
         assert one.attention is not None
         np.testing.assert_allclose(one.attention[:, 0], [[1 / 3, 2 / 3], [3 / 7, 4 / 7]], rtol=1e-6)
         np.testing.assert_allclose(one.attention[:, 0], one.attention[:, 1])
         np.testing.assert_allclose(one.importance, [6 / 7, 8 / 7], rtol=1e-6)  # type: ignore[arg-type]
 
     def test_an_empty_text_has_no_tokens(self) -> None:
-        (one,) = said(teach("toy"), [""])
+        (one,) = outputs_of(teach("toy"), [""])
         assert one.attention is not None
         assert one.importance is not None
         assert (len(one.states), len(one.pieces), one.importance.shape, one.attention.shape) == (0, 0, (0,), (2, 0, 0))
@@ -373,7 +371,7 @@ class TestToy:
         encoded = teach("toy", max_length=3).encode_counted([LONG])
         assert encoded.by_token is not None
         assert len(encoded.by_token[0].states) == encoded.tokens[0] == 3
-        (again,) = said(teach("toy", max_length=3), [LONG])
+        (again,) = outputs_of(teach("toy", max_length=3), [LONG])
         np.testing.assert_array_equal(again.states, encoded.by_token[0].states)
 
 
@@ -394,7 +392,7 @@ class TestRealModels:
         teacher = teach(minilm, TokenRequest(attention=(3, 6)), max_length=64)
         tokenizer = AutoTokenizer.from_pretrained(minilm)
         expected = directly(ModelFolder.open(minilm).encoder, REAL_TEXTS, 64)
-        for text, one, (ids, states, maps) in zip(REAL_TEXTS, said(teacher, REAL_TEXTS), expected, strict=True):
+        for text, one, (ids, states, maps) in zip(REAL_TEXTS, outputs_of(teacher, REAL_TEXTS), expected, strict=True):
             assert one.pieces[:, ID].tolist() == ids.tolist()
             np.testing.assert_allclose(one.states, states, atol=1e-4)
             np.testing.assert_allclose(one.attention, maps[[2, 5]], atol=1e-5)  # type: ignore[arg-type]
@@ -411,7 +409,7 @@ class TestRealModels:
         layers = token_shape(spec_of(folder, None, prompt="")).layers
         teacher = teach(folder, TokenRequest(attention=(1, layers)), prompt="", max_length=64)
         expected = directly(ModelFolder.open(folder).encoder, REAL_TEXTS, 64)
-        for text, one, (ids, states, maps) in zip(REAL_TEXTS, said(teacher, REAL_TEXTS), expected, strict=True):
+        for text, one, (ids, states, maps) in zip(REAL_TEXTS, outputs_of(teacher, REAL_TEXTS), expected, strict=True):
             assert one.pieces[:, ID].tolist() == ids.tolist()
             np.testing.assert_allclose(one.states, states, atol=1e-4)
             np.testing.assert_allclose(one.attention, maps[[0, -1]], atol=1e-5)  # type: ignore[arg-type]
