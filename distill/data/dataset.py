@@ -186,7 +186,7 @@ def check_pairs(manifest: Manifest) -> None:
     if len(manifest.record.columns) < 2:
         raise ConfigError(
             f"views=pair needs two texts per record, but corpus {manifest.record.name!r} has only the "
-            f"column {manifest.record.columns[0]!r}; build it with --text-key FIRST,SECOND"
+            f"column {manifest.record.columns[0]!r}; build it with `tcache build ... --text-key FIRST,SECOND`"
         )
 
 

@@ -118,6 +118,12 @@ def test_a_missing_cache_is_refused(short_run: list[str], tmp_path: Path) -> Non
     assert "tcache build" in refused(distill(*short_run, "--cache", tmp_path / "none"))
 
 
+def test_a_folder_with_other_files_is_refused_with_the_flag(short_run: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    assert "choose another --output-dir" in refused(distill(*short_run))
+
+
 def test_nothing_to_resume_is_refused(short_run: list[str]) -> None:
     assert "nothing to resume" in refused(distill(*short_run, "--resume"))
 
