@@ -198,20 +198,25 @@ def _plain_lines() -> Update:
     return update
 
 
+# Imported when they are first used, so that `--help` loads nothing else.
+
+
 def count(number: float, noun: str, plural: str = "") -> str:
-    """The number with its noun: "1 row", "2,000 rows"; `plural` where it is not the noun with an "s"."""
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+    """See `format_count`."""
+    from teacher_cache.storage.units import format_count
+
+    return format_count(number, noun, plural)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text, in the unit that fits: "0.4 s", "12 min", "1.5 h"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+    """See `format_duration`."""
+    from teacher_cache.storage.units import format_duration
+
+    return format_duration(seconds)
 
 
-def size(count: float) -> str:
-    """`format_bytes`, imported when it is first used."""
-    from teacher_cache.storage.files import format_bytes
+def size(bytes: float) -> str:
+    """See `format_bytes`."""
+    from teacher_cache.storage.units import format_bytes
 
-    return format_bytes(count)
+    return format_bytes(bytes)

@@ -34,7 +34,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 class Layers(Analysis):
-    """Compares a run's student before and after training, layer by layer, on the texts of `sample_rows`."""
+    """Compares a run's student before and after training, layer by layer, on the texts of `TrainedRun.sample_rows`."""
 
     name: ClassVar[str] = "layers"
 
@@ -56,7 +56,7 @@ class Layers(Analysis):
             EvaluationError: fewer than 4 texts.
             RunFolderError, StudentError: no checkpoint, or the student before training is missing.
         """
-        rows, held_out = sample_rows(run, self.texts)
+        rows, held_out = run.sample_rows(self.texts)
         texts = run.cache.texts(rows)
         self.progress("encoding layers", 0, 2, "before training")
         before = run.initial().student.encode_layers(texts)
@@ -74,20 +74,6 @@ class Layers(Analysis):
             f"{result['kept'][moved]:.2f}) and changed the last layer's similarity to the teacher from {before:.2f} to "
             f"{after:.2f} (CKA over {result['texts']} {'held-out' if result['held_out'] else 'training'} texts)."
         )
-
-
-def sample_rows(run: TrainedRun, count: int) -> tuple[npt.NDArray[np.int64], bool]:
-    """At most `count` rows of held-out texts, or of its corpus if the run held none out.
-
-    Returns:
-        The rows, and whether they were held out.
-    """
-    quarantined = np.array(sorted(run.space.quarantined()), dtype=np.int64)
-    rows = np.setdiff1d(run.held_out_rows(), quarantined)
-    held_out = bool(len(rows))
-    if not held_out:
-        rows = np.setdiff1d(run.manifest.distinct_rows(run.cache.rows), quarantined)
-    return rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64))], held_out
 
 
 def compare_layers(before: npt.NDArray[Any], after: npt.NDArray[Any], teacher: npt.NDArray[Any]) -> dict[str, Any]:

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.analyses.base import LARGEST_SEED, Analysis, choice_option, int_option
-from distill.analyses.layers import sample_rows
-from distill.analyses.trained_run import TrainedRun
+from distill.analyses.trained_run import TrainedRun, evenly_spread
 from distill.errors import EvaluationError
 from distill.evaluation.base import unit_rows
 from teacher_cache.errors import optional_import
@@ -38,7 +37,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 class Map(Analysis):
-    """Projects the teacher's and the trained student's vectors of the texts of `sample_rows` onto a plane."""
+    """Projects teacher and student vectors of the texts of `TrainedRun.sample_rows` onto a plane."""
 
     name: ClassVar[str] = "map"
 
@@ -70,7 +69,7 @@ class Map(Analysis):
         """
         model = run.load()
         projection = model.objective.projection()
-        rows, held_out = sample_rows(run, self.texts)
+        rows, held_out = run.sample_rows(self.texts)
         texts = run.cache.texts(rows)
         self.progress("encoding texts", 0, len(texts), "")
         student = unit_rows(model.student.encode(texts, projection=projection))
@@ -114,15 +113,13 @@ class Map(Analysis):
 
     def _others(self, run: TrainedRun, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows of the corpus to fit a rotation to: none of the drawn ones."""
-        quarantined = np.array(sorted(run.space.quarantined()), dtype=np.int64)
-        others = np.setdiff1d(run.manifest.distinct_rows(run.cache.rows), np.union1d(rows, quarantined))
+        others = np.setdiff1d(run.corpus_rows(), rows)
         if not len(others):
             raise EvaluationError(
                 f"the student of {run.folder} is not in its teacher's space, and every text of the corpus is drawn: "
                 "none is left to fit a rotation to; set map.texts lower"
             )
-        places = np.unique(np.linspace(0, len(others) - 1, min(self.fitted_on, len(others))).astype(np.int64))
-        return others[places]
+        return evenly_spread(others, self.fitted_on)
 
 
 def pad(vectors: Matrix, dims: int) -> Matrix:

@@ -60,7 +60,7 @@ class Margin(Analysis):
             NeedsNotMet: the student is not in the teacher's space, or has several teachers.
             EvaluationError: the run has no held-out texts, or a task's file is missing.
         """
-        rows = np.setdiff1d(run.held_out_rows(), np.array(sorted(run.space.quarantined()), dtype=np.int64))
+        rows = run.without_quarantined(run.held_out_rows())
         if not len(rows):
             raise EvaluationError(
                 f"{run.folder} has no held-out texts to measure the error on; train with data.held_out above 0 on a "

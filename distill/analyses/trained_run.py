@@ -148,6 +148,23 @@ class TrainedRun:
         objective = build_objective(self.config, student_shape(self._any_student()), self.targets)
         return self._held_out(self.targets.skipped_rows(objective))
 
+    def sample_rows(self, count: int) -> tuple[npt.NDArray[np.int64], bool]:
+        """At most `count` evenly spread rows of held-out texts, or of the corpus if the run held none out.
+
+        Returns:
+            The rows, and whether they are held out.
+        """
+        rows = self.without_quarantined(self.held_out_rows())
+        held_out = bool(len(rows))
+        return evenly_spread(rows if held_out else self.corpus_rows(), count), held_out
+
+    def corpus_rows(self) -> npt.NDArray[np.int64]:
+        """Ascending rows of the corpus that have a vector."""
+        return self.without_quarantined(self.manifest.distinct_rows(self.cache.rows))
+
+    def without_quarantined(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.setdiff1d(rows, np.array(sorted(self.space.quarantined()), dtype=np.int64))
+
     def batches(self, model: Distillation, texts: int, size: int = 32, seed: int = 0) -> Iterator[dict[str, Any]]:
         """Batches of a random sample of training records, as the run's trainer makes them; arguments of `model`.
 
@@ -203,3 +220,8 @@ class TrainedRun:
         rows = held_out_rows(self.config, self.manifest, self.cache.rows, without=skipped)
         check_held_out(self.folder, self.record, held_out_digest(self.cache, rows))
         return rows
+
+
+def evenly_spread(items: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """At most `count` of the items, evenly spread and with the first and the last one."""
+    return items[np.unique(np.linspace(0, len(items) - 1, min(count, len(items))).astype(np.int64))]

@@ -1,12 +1,11 @@
 """Encoders that evaluations use: a model, or a cache that a model fills."""
 
-import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,6 @@ from distill.config import resolve_precision
 from distill.errors import ConfigError, EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Announce, Encoder, Progress, no_progress, silent
 from teacher_cache.building.build import build
-from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CacheError, CacheNotFound, MissingRows
 from teacher_cache.maintenance.gc import forget_corpus
 from teacher_cache.space import EmbeddingSpace
@@ -144,25 +142,20 @@ class CachedEncoder:
 
     def _build(self, spec: TeacherSpec, distinct: Sequence[str], done: Done) -> int:
         """Encode the texts that have no vector; the temporary corpus is removed from the cache afterwards."""
-        with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
-            name = Path(folder).name  # unlike the name of any corpus of a user
-            path = Path(folder) / "texts.jsonl"
-            with path.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps({"text": text}) + "\n" for text in distinct)
-            storage = None if self._cached_space(self.space) else STORAGE
-            try:
-                report = build(
-                    Corpus.open(path),
-                    spec.options,
-                    self.cache,
-                    name=name,
-                    storage=storage,
-                    report=lambda progress: done(progress.done, progress.total),
-                )
-            finally:
-                # Runs that name no corpus must still find the only one. The error of the build may recur here.
-                with suppress(CacheError):
-                    forget_corpus(self.cache, name)
+        name = f"evaluation-{uuid4().hex}"
+        try:
+            report = build(
+                distinct,
+                spec.options,
+                self.cache,
+                name=name,
+                storage=None if self._cached_space(self.space) else STORAGE,
+                report=lambda progress: done(progress.done, progress.total),
+            )
+        finally:
+            # Runs that name no corpus must still find the only one. The error of the build may recur here.
+            with suppress(CacheError):
+                forget_corpus(self.cache, name)
         self.space = self._cached_space(self.space) or self.space
         if report.quarantined:
             reasons = ", ".join(f"{reason}: {count}" for reason, count in report.reasons.items())

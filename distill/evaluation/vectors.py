@@ -30,7 +30,7 @@ class TaskVectors:
         inputs: Mapping[str, Sequence[Input]],
         progress: Progress = no_progress,
     ) -> None:
-        # Encoders are told apart by identity; row of each of an encoder's texts.
+        # By identity of the encoder: the row of each of its texts.
         by_id = {id(encoder): encoder for encoder in encoders.values()}
         self._rows: dict[int, dict[str, int]] = {key: {} for key in by_id}
         self._encoders = {role: id(encoder) for role, encoder in encoders.items()}

@@ -1,1 +1,1 @@
-"""What a person looks at."""
+"""Comparisons, tables, plots and HTML reports of runs."""

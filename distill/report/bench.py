@@ -8,11 +8,11 @@ from typing import Any
 
 from distill.errors import RunFolderError
 from distill.report.columns import Column, known_columns, markdown
-from distill.report.drawing import Key, Panel, Plot, number_axes
+from distill.report.drawing import Key, Panel, Plot, name_rows, number_axes, rows_height
 from distill.report.formats import NOTHING, number, optional
 from distill.report.sections import Table
 from distill.run_folder import read_record
-from teacher_cache.storage.files import format_bytes
+from teacher_cache.storage.units import format_bytes
 
 CORPUS = "corpus"
 DATA = "data"
@@ -27,7 +27,6 @@ PARTS = {
 }
 # In the page's ink: memory has no parts, and the parts of a step have all the colors.
 MEMORY = Key("peak memory", None)
-BAR_HEIGHT, AXIS_HEIGHT = 18.0, 44.0
 # Width of the axes, relative to the widest bar; the rest is for its label.
 MARGIN = 1.28
 
@@ -181,8 +180,7 @@ def _panel(
         for row, label in zip(rows, labels, strict=True)
     )
     names = [row["method"] for row in rows]
-    height = AXIS_HEIGHT + BAR_HEIGHT * len(rows)
-    return Panel(title, description, partial(_draw, names, bars, labels, title), height)
+    return Panel(title, description, partial(_draw, names, bars, labels, title), rows_height(len(rows)))
 
 
 def _draw(
@@ -199,8 +197,7 @@ def _draw(
         widest = max(widest, left)
     axes.set_xlim(0, widest * MARGIN or 1.0)
     number_axes(axes, title)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    name_rows(axes, names)
 
 
 def _times(row: Row, name: str) -> str:

@@ -11,7 +11,7 @@ from distill.evaluation.evaluator import NINE
 from distill.report.comparison import Comparison, Figure, Group
 from distill.report.formats import NOTHING, millions, setting
 from distill.report.tables import AVERAGES
-from teacher_cache.storage.files import format_bytes
+from teacher_cache.storage.units import format_bytes
 
 # Name of a figure -> header and format of its column.
 FIGURES = {

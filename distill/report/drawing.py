@@ -21,6 +21,8 @@ DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D")
 # Points: a panel fits the width of a phone, so that its text is readable without zooming.
 WIDTH, HEIGHT = 252.0, 176.0
+# Height of a row of a panel with one row per task or method, and of its axis.
+ROW_HEIGHT, AXIS_HEIGHT = 18.0, 44.0
 PNG_COLUMNS, PNG_DPI = 3, 160
 POINTS_AN_INCH = 72.0
 # Ratio of the largest to the smallest value above which an axis is logarithmic.
@@ -113,6 +115,17 @@ def number_axes(axes: Any, x: str, y: str = "", *, log_y: bool = False, whole_x:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+
+
+def rows_height(rows: int) -> float:
+    """Height of a panel with this many rows."""
+    return AXIS_HEIGHT + ROW_HEIGHT * rows
+
+
+def name_rows(axes: Any, names: Sequence[str]) -> None:
+    """Label rows 0 to n - 1, from top to bottom."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def svg(panel: Panel, name: str) -> str:

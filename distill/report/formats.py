@@ -27,16 +27,6 @@ def millions(count: float) -> str:
     return f"{count / 1e6:.2f} M"
 
 
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def task_count(count: int) -> str:
-    return f"{count} task" if count == 1 else f"{count} tasks"
-
-
 def setting(value: Any) -> str:
     """A value of a configuration; a dash for None."""
     if value is None:

@@ -9,10 +9,9 @@ from distill.report.bench import bench_plots
 from distill.report.comparison import Figure
 from distill.report.curves import curves, validation
 from distill.report.data import ReportData
-from distill.report.drawing import Key, Panel, Plot, legend_key, number_axes
+from distill.report.drawing import Key, Panel, Plot, legend_key, name_rows, number_axes, rows_height
 from distill.report.references import BASELINE, TEACHER
 
-TASK_HEIGHT, AXIS_HEIGHT = 18.0, 44.0
 MARKERS = {TEACHER: "|", BASELINE: "o"}
 OTHER_MARKER = "x"
 
@@ -47,8 +46,9 @@ def _scores(data: ReportData, keys: Mapping[str, Key]) -> Iterator[Plot]:
         for key, scores in rows
     )
     tasks = list(data.tasks)
-    height = AXIS_HEIGHT + TASK_HEIGHT * len(tasks)
-    panel = Panel("score of each task (points of 100)", description, partial(_draw_scores, tasks, rows), height)
+    panel = Panel(
+        "score of each task (points of 100)", description, partial(_draw_scores, tasks, rows), rows_height(len(tasks))
+    )
     yield Plot("scores", "Scores by task", [panel], [key for key, _ in rows])
 
 
@@ -69,5 +69,4 @@ def _draw_scores(tasks: Sequence[str], rows: Sequence[tuple[Key, Mapping[str, Fi
             zorder=2 if reference else 3,
         )
     number_axes(axes, "score")
-    axes.set_yticks(range(len(tasks)), tasks)
-    axes.set_ylim(len(tasks) - 0.5, -0.5)
+    name_rows(axes, tasks)

@@ -9,9 +9,9 @@ from distill.evaluation.evaluator import NINE
 from distill.report.columns import Column, comparison_columns, known_columns, mean_and_deviation
 from distill.report.comparison import Comparison, Group
 from distill.report.data import ReportData, RunRecords, averaged
-from distill.report.formats import NOTHING, duration, millions, number, optional, setting, task_count
+from distill.report.formats import NOTHING, millions, number, optional, setting
 from distill.report.tables import AVERAGES
-from teacher_cache.storage.files import format_bytes
+from teacher_cache.storage.units import format_bytes, format_count, format_duration
 
 # Prefixes of figures that are scores.
 SCORED = ("tasks.", "average.")
@@ -112,7 +112,7 @@ def _facts(run: RunRecords) -> dict[str, str]:
     if validation.get("points"):
         facts["validation"] = (
             f"best at step {validation['best_step']:,}, kept the {validation['keep']}; "
-            f"{len(validation['points'])} evaluations in {duration(validation['seconds'])}"
+            f"{len(validation['points'])} evaluations in {format_duration(validation['seconds'])}"
         )
     if run.status == "finished":
         facts["vectors in"] = "the teacher's space" if record.get("in_teacher_space") else "their own space"
@@ -186,7 +186,7 @@ def _average_row(data: ReportData, groups: Sequence[Group], name: str, label: st
 def _count(tasks: Sequence[str] | None) -> str:
     if tasks is None:
         return "not the same tasks in each run"
-    return task_count(len(tasks))
+    return format_count(len(tasks), "task")
 
 
 def _score_cells(data: ReportData, groups: Sequence[Group], figure: str) -> Iterator[Cell]:
@@ -241,7 +241,7 @@ def cost_table(data: ReportData) -> Table | None:
         "s/step, p90": ("step_seconds_p90", "{:.3g} s".format),
         "wait for a batch": ("data_seconds_p50", "{:.3g} s".format),
         "wait for data": ("data_wait_share", "{:.1%}".format),
-        "whole run": ("seconds", duration),
+        "whole run": ("seconds", format_duration),
         "peak memory": ("peak_memory_bytes", format_bytes),
         "weights": ("student.bytes", format_bytes),
         "parameters": ("student.parameters", millions),

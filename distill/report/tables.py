@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from rich.table import Table
 
 from distill.evaluation.base import Report, TaskScore
-from distill.report.formats import NOTHING, optional, task_count
+from distill.report.formats import NOTHING, optional
+from teacher_cache.storage.units import format_count
 
 AVERAGES = {"in_domain": "in-domain", "out_of_domain": "out-of-domain", "all": "all"}
 
@@ -42,9 +43,9 @@ def task_table(reports: Mapping[str, Report]) -> Table:
         same = len(counts) == 1
         table.add_row(
             f"average {label}",
-            task_count(counts.pop()) if same else "",
+            format_count(counts.pop(), "task") if same else "",
             *(
-                optional("{:.1f}".format, average.score) + ("" if same else f" ({task_count(average.tasks)})")
+                optional("{:.1f}".format, average.score) + ("" if same else f" ({format_count(average.tasks, 'task')})")
                 for average in averages
             ),
         )

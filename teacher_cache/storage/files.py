@@ -70,13 +70,3 @@ def digest(path: Path) -> bytes:
     """16-byte digest of a file's content."""
     with path.open("rb") as file:
         return file_digest(file, lambda: blake2b(digest_size=16)).digest()
-
-
-def format_bytes(count: float) -> str:
-    """Bytes in powers of 1,000: `512 B`, `1.5 kB`, `2.0 MB`, `3.14 GB`."""
-    units = ("B", "kB", "MB", "GB", "TB")
-    power = 0
-    while count >= 1000 and power < len(units) - 1:
-        count /= 1000
-        power += 1
-    return f"{count:.{min(2, (power + 1) // 2)}f} {units[power]}"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill.analyses.layers import Layers, centered_cosines, cka, compare_layers, sample_rows
+from distill.analyses.layers import Layers, centered_cosines, cka, compare_layers
 from distill.analyses.trained_run import TrainedRun
 from distill.errors import ConfigError, EvaluationError
 from distill.runs.run import run
@@ -147,7 +147,7 @@ def test_the_student_before_and_after_training_is_compared_on_held_out_texts(
     torch.manual_seed(7)
     with TrainedRun.open(tmp_path / "run") as trained:
         result = Layers(texts=30)(trained)
-        rows, held_out = sample_rows(trained, 30)
+        rows, held_out = trained.sample_rows(30)
         assert held_out
         assert set(rows) <= set(trained.held_out_rows())
         texts = trained.cache.texts(rows)
