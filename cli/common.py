@@ -152,11 +152,13 @@ def _live_bar(console: "Console") -> Iterator[Update]:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Column
 
+    time = Column(no_wrap=True, min_width=7)  # on a narrow terminal the detail is cut instead
     phase_columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    detail = TextColumn("{task.fields[detail]}")
-    uncounted = (*phase_columns, TextColumn("{task.fields[count]}"), TimeElapsedColumn(), detail)
-    counted = (*phase_columns, BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn(), detail)
+    number, detail = TextColumn("{task.fields[count]}"), TextColumn("{task.fields[detail]}")
+    uncounted = (*phase_columns, number, TimeElapsedColumn(table_column=time), detail)
+    counted = (*phase_columns, BarColumn(20), number, TimeRemainingColumn(table_column=time), detail)
     with Progress(*uncounted, console=console, transient=True) as bar:
         task: TaskID | None = None
 
