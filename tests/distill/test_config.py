@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill.config import RunConfig
@@ -173,6 +173,7 @@ def values() -> st.SearchStrategy[Any]:
     return st.one_of(st.booleans(), st.integers(-5, 5), st.floats(-1, 1), names())
 
 
+@settings(deadline=None)  # writes a file
 @given(names(), st.none() | names(), st.floats(0, 1e3), st.dictionaries(names(), values(), max_size=4))
 def test_to_yaml_round_trips(
     tmp_path_factory: pytest.TempPathFactory, prompt: str, space: str | None, rate: float, options: dict[str, Any]
