@@ -32,18 +32,18 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
     if "bnb" in training.optim and find_spec("bitsandbytes") is None:
         advice = ", or leave training.optim out"
         raise MissingDependency.of(f"training.optim={training.optim}", "bitsandbytes", advice)
-    steps_an_epoch = math.ceil(batches / training.gradient_accumulation_steps)
-    if steps_an_epoch < 1:
+    steps_per_epoch = math.ceil(batches / training.gradient_accumulation_steps)
+    if steps_per_epoch < 1:
         raise ConfigError(
             f"an epoch has no whole batch of {training.per_device_train_batch_size}; lower "
             "training.per_device_train_batch_size, or set data.drop_last=false"
         )
-    total = training.max_steps if training.max_steps > 0 else math.ceil(steps_an_epoch * training.num_train_epochs)
+    total = training.max_steps if training.max_steps > 0 else math.ceil(steps_per_epoch * training.num_train_epochs)
     head_only_epochs = 0.0 if objective is None else objective.head_only_epochs
-    if total <= head_only_epochs * steps_an_epoch:
+    if total <= head_only_epochs * steps_per_epoch:
         raise ConfigError(
             f"the objective trains the student only after {head_only_epochs:g} epochs, and this run has "
-            f"{total / steps_an_epoch:g}; train longer, or shorten its first stage "
+            f"{total / steps_per_epoch:g}; train longer, or shorten its first stage "
             "(objective.options.stage_one_epochs of jasper)"
         )
     is_cyclic = training.lr_scheduler_type == LINEAR_CYCLES
@@ -75,7 +75,7 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
         "save_total_limit": max(2, training.save_total_limit) if keeps_best else training.save_total_limit,
         # Never "epoch": Trainer evaluates after an epoch, when the checkpoint of its last step is already written.
         "eval_strategy": "steps" if evaluation.data else "no",
-        "eval_steps": (evaluation.steps or steps_an_epoch) if evaluation.data else None,
+        "eval_steps": (evaluation.steps or steps_per_epoch) if evaluation.data else None,
         "metric_for_best_model": "average" if keeps_best else None,
         "greater_is_better": True if keeps_best else None,
         "logging_steps": training.logging_steps,

@@ -37,8 +37,7 @@ class EpochOrder(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loader = kwargs["train_dataloader"]
-        steps_an_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
-        loader.batch_sampler.set_epoch(state.global_step // steps_an_epoch)
+        loader.batch_sampler.set_epoch(state.global_step // _steps_per_epoch(loader, args))
 
 
 class Stages(TrainerCallback):
@@ -48,8 +47,11 @@ class Stages(TrainerCallback):
         self.objective = objective
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        steps_an_epoch = math.ceil(len(kwargs["train_dataloader"]) / args.gradient_accumulation_steps)
-        self.objective.advance(state.global_step / steps_an_epoch)
+        self.objective.advance(state.global_step / _steps_per_epoch(kwargs["train_dataloader"], args))
+
+
+def _steps_per_epoch(loader: Any, args: Any) -> int:
+    return math.ceil(len(loader) / args.gradient_accumulation_steps)
 
 
 class StepClock(TrainerCallback):
