@@ -185,6 +185,18 @@ def test_only_the_damaged_space_loses_rows(tmp_path: Path) -> None:
         assert cache.space(large.slug).present_count() == 20
 
 
+def test_vectors_of_another_length_stay_if_their_digest_is_right(intact: Intact) -> None:
+    with TeacherCache.open(intact.path, "a") as cache:
+        view = cache.space()
+        commit_shard(view.column, 1, view.encoding.store(2 * intact.vectors[8:16]), np.ones(8, dtype=bool))
+    before = intact.shard(1).read_bytes()
+    report = repair(intact.path)
+    assert [(action.kind, action.rows) for action in report.unrepaired] == [("norm", 8)]
+    assert "`tcache verify --teacher T`" in report.unrepaired[0].action
+    assert (report.repaired, report.missing) == ([], 0)
+    assert intact.shard(1).read_bytes() == before
+
+
 # Keys
 
 
@@ -391,11 +403,24 @@ def test_a_manifest_is_not_rewritten_from_other_texts(intact: Intact, texts: lis
     assert list((intact.path / "corpora/corpus").glob("rows*")) == []
 
 
-def test_texts_and_manifest_are_repaired_together(intact: Intact) -> None:
+def test_a_manifest_is_not_rewritten_from_texts_that_the_index_lacks(intact: Intact) -> None:
+    deleted_manifest(intact)
+    with TeacherCache.open(intact.path, "a") as cache:
+        cache.index.commit([Change("keys", text_key(TEXTS[2]), None)])
+    report = repair(intact.path, Corpus.open(intact.corpus))
+    assert "corpus" in [action.kind for action in report.unrepaired]
+    assert list((intact.path / "corpora/corpus").glob("rows*")) == []
+
+
+def test_texts_keys_and_manifest_are_repaired_together_and_the_damaged_files_are_kept(intact: Intact) -> None:
     without_sources(intact)
     flipped_text(intact)
+    flipped_key(intact)
     changed_manifest(intact)
+    damaged = [intact.text(1), intact.keys(1), *intact.path.glob("corpora/corpus/rows-*.npy")]
+    before = {file.relative_to(intact.path): file.read_bytes() for file in damaged}
     assert repair(intact.path, Corpus.open(intact.corpus)).ok
+    assert {name: (intact.path / "damaged" / name).read_bytes() for name in before} == before
     intact.assert_as_before()
 
 
@@ -443,6 +468,15 @@ def test_metadata_that_no_shard_confirms_are_not_written(intact: Intact) -> None
     assert left.kind == "damaged_space"
     assert not (folder / "zarr.json").exists()
     assert len(list(folder.glob("c/*/0"))) == 3
+
+
+def test_texts_without_any_file_are_left_to_a_backup(intact: Intact) -> None:
+    shutil.rmtree(intact.path / TEXT_ARRAY / "c")
+    (intact.path / TEXT_ARRAY / "zarr.json").unlink()
+    (left,) = repair(intact.path).unrepaired
+    assert left.kind == "damaged_cache"
+    assert "from a backup" in left.action
+    assert list((intact.path / TEXT_ARRAY).iterdir()) == []
 
 
 def test_a_build_does_not_overwrite_a_cache_without_cache_json(intact: Intact) -> None:
