@@ -1,4 +1,4 @@
-"""One contender in a process of its own, so that its memory, threads and caches are its own.
+"""The process of one contender, with separate memory, threads and caches.
 
 It answers requests, one JSON line each, until standard input ends; whatever a library prints goes to the log.
 """
@@ -24,7 +24,7 @@ from benchmarks.vectors import RowFinder, expected_pairs, same_source_pairs, sou
 
 @dataclass(frozen=True)
 class Streamed:
-    """How far an epoch got, and what it took.
+    """The progress and cost of an epoch.
 
     Attributes:
         first_rows, first_seconds: of the first batch, with all that an epoch does before it.
@@ -37,7 +37,7 @@ class Streamed:
     seconds: float
 
     def rate(self, total: int) -> float:
-        """Rows a second of a whole epoch: one that was broken off would have gone on at the speed it had."""
+        """Rows per second of a complete epoch; a partial epoch is extrapolated."""
         if self.rows >= total or self.rows == self.first_rows:
             return self.rows / self.seconds
         rest = (total - self.first_rows) * (self.seconds - self.first_seconds) / (self.rows - self.first_rows)
@@ -45,7 +45,7 @@ class Streamed:
 
 
 class Answers:
-    """One method a request.
+    """One method per request.
 
     Args:
         vectors: the .npy file that every contender's data are made from.
@@ -97,12 +97,12 @@ class Answers:
         }
 
     def touch(self) -> dict[str, Any]:
-        """Gather the first rows: whatever a first call imports or opens is there from now on."""
+        """Gather the first rows, so that imports and opening files are not measured."""
         self.contender.gather(np.arange(min(BATCH, self.contender.rows)))
         return {}
 
     def gather(self, seed: int, times: int, limit: float) -> dict[str, Any]:
-        """Milliseconds of each of so many gathers of 256 different random rows; fewer, if they take too long."""
+        """Milliseconds of each of `count` gathers of 256 different random rows; fewer, if they take too long."""
         random = np.random.default_rng(seed)
         taken: list[float] = []
         while len(taken) < times and sum(taken) < limit * 1000:

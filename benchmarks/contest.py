@@ -1,4 +1,4 @@
-"""Contenders side by side: their processes, their data, and rounds in which each has its turn."""
+"""Contenders in processes of their own, with their data, measured in interleaved rounds."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from benchmarks.resources import warm
 from benchmarks.vectors import write_vectors
 
 ROOT = Path(__file__).resolve().parent.parent
-# Nothing may ask a network.
+# No network access.
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -34,11 +34,11 @@ class Absent(Exception):
 
 
 class Failed(Exception):
-    """The contender raised; its log says where."""
+    """The contender raised an error; its log has the traceback."""
 
 
 class Process:
-    """A contender's process, asked from this side.
+    """The process of a contender.
 
     Args:
         root: folder of the contenders' data.
@@ -47,7 +47,7 @@ class Process:
 
     def __init__(self, name: str, root: Path, vectors: Path, rows: int, dims: int) -> None:
         self.log = root / "logs" / f"{name.replace(', ', '-').replace(' ', '-')}.log"
-        home = root / "home"  # nothing may be left in somebody's own
+        home = root / "home"  # keeps files out of the user's home
         for folder in (self.log.parent, home):
             folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "benchmarks.contender", name, str(root), str(vectors), str(rows), str(dims)]
@@ -63,7 +63,7 @@ class Process:
             )
 
     def ask(self, request: str, **arguments: Any) -> Answer:
-        """The answer to one request.
+        """The response to one request.
 
         Raises:
             Absent: the library is not there.
@@ -76,7 +76,7 @@ class Process:
             self._child.stdin.flush()
             answer: Answer = json.loads(self._child.stdout.readline())
         except (BrokenPipeError, ValueError):
-            raise Failed(f"ended without an answer, see {self.log}") from None
+            raise Failed(f"ended without a response, see {self.log}") from None
         if "absent" in answer:
             raise Absent(answer["absent"])
         if "failed" in answer:
@@ -84,19 +84,19 @@ class Process:
         return answer
 
     def pause(self) -> None:
-        """Stop it and what it has started: some libraries' threads never rest, and there are few processors."""
+        """Suspend the process and its children: threads of some libraries are always busy."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Continue the process and its children."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # it has ended, which the next question tells
+        with suppress(ProcessLookupError):  # the process has ended; the next request reports it
             os.killpg(self._child.pid, number)
 
     def close(self) -> None:
-        """Let it end; some libraries' threads do not by themselves."""
+        """End the process; threads of some libraries do not end by themselves."""
         self.resume()
         assert self._child.stdin is not None
         assert self._child.stdout is not None
@@ -111,14 +111,14 @@ class Process:
 
 @dataclass(frozen=True)
 class Size:
-    """How many vectors of which width."""
+    """Number and width of vectors."""
 
     rows: int
     dims: int
 
 
 class Contest:
-    """Contenders with their data under one folder; what is complete there is used again.
+    """Contenders with their data under one folder; complete data are reused.
 
     Attributes:
         missing: contender -> "absent", or why it failed; it has no more turns.
@@ -136,11 +136,11 @@ class Contest:
         return self.folder / f"{rows}x{self.size.dims}"
 
     def data(self, name: str, rows: int | None = None) -> Path:
-        """Folder of what a contender reads."""
+        """Folder of a contender's data."""
         return self.root(rows or self.size.rows) / {**CONTENDERS, **REPEATED}[name].data
 
     def wanted(self, names: Iterable[str]) -> list[str]:
-        """Those that were asked for and are still in the contest."""
+        """The chosen contenders that have not failed."""
         return [
             name
             for name in names
@@ -175,19 +175,19 @@ class Contest:
         path = self.root(rows) / "npy" / "vectors.npy"
         complete = path.parent.with_suffix(".json")
         if not complete.exists():
-            say(f"{rows} rows: made up")
+            say(f"{rows} rows: created")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_vectors(path, rows, self.size.dims)
             complete.write_text(json.dumps({"bytes": path.stat().st_size}))
         return path
 
     def _prepare(self, name: str, rows: int) -> None:
-        """Write the contender's data in a process of its own, which a measured one must not remember."""
+        """Write the contender's data in another process than the measured one."""
         data = self.data(name, rows)
         complete = data.with_suffix(".json")
         if not complete.exists():
             with self._process(name, rows) as process:
-                if not complete.exists():  # the memory map's are there by now
+                if not complete.exists():  # the memory map's data exist already
                     say(f"{name}: writing {rows} rows")
                     shutil.rmtree(data, ignore_errors=True)
                     data.mkdir(parents=True)
@@ -196,7 +196,7 @@ class Contest:
 
     @contextmanager
     def noting(self, name: str) -> Iterator[None]:
-        """A contender that is absent or fails in the block has no more turns; the reason is noted and said."""
+        """Skip a contender from now on if it is absent or fails in the block; the reason is recorded and printed."""
         try:
             yield
         except (Absent, Failed) as error:
@@ -206,7 +206,7 @@ class Contest:
     def rounds(
         self, names: Iterable[str], count: int, ask: Callable[[Process, int], Answer]
     ) -> dict[str, list[Answer]]:
-        """What each contender answers in `count` rounds, in each of which all have their turn.
+        """The responses of each contender in `count` interleaved rounds.
 
         Before them comes a turn with number -1, which does not count.
         """
@@ -220,7 +220,7 @@ class Contest:
             for number in range(-1, count):
                 for name in self.wanted(processes):
                     with self.noting(name):
-                        warm(self.data(name))  # the system may have dropped what lay idle while others had their turn
+                        warm(self.data(name))  # the page cache may have dropped idle files
                         processes[name].resume()
                         answer = ask(processes[name], number)
                         processes[name].pause()

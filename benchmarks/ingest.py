@@ -1,4 +1,4 @@
-"""Building a cache and reading it, end to end: is the cost of a row the same at every size?
+"""Building and reading a cache end to end: cost per row by size.
 
     python benchmarks/ingest.py [--quick] [--json FILE] [--scratch FOLDER] [--rows N[,N...]]
 
@@ -62,7 +62,7 @@ def write_corpus(path: Path, rows: int) -> None:
 
 
 class TimedWorkers(LocalWorkers):
-    """Local workers that note how long was waited for them."""
+    """Local workers that record the waiting time for them."""
 
     seconds = 0.0
 
@@ -76,7 +76,7 @@ class TimedWorkers(LocalWorkers):
 
 def build_cache(corpus: Path, cache: Path) -> dict[str, Any]:
     """One build; seconds of each phase and peak memory."""
-    with tempfile.TemporaryDirectory(dir=cache.parent) as folder:  # whatever is imported on the way is imported here
+    with tempfile.TemporaryDirectory(dir=cache.parent) as folder:  # a first build does the imports
         few = Path(folder) / "few.txt"
         few.write_text("one text\nanother\n")
         build(Corpus.open(few), TOY, Path(folder) / "cache")
@@ -104,7 +104,7 @@ def build_cache(corpus: Path, cache: Path) -> dict[str, Any]:
 
 
 def bare_loop(corpus: Path, target: Path) -> dict[str, Any]:
-    """The same file and the same teacher, and nothing that a cache is for."""
+    """The same file and teacher without a cache."""
     spec = resolve(TOY)
     with PeakMemory() as memory:
         started = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Peak memory that `distill plan` foretells against what training really takes, on this processor.
+"""Peak memory that `distill plan` estimates and that training really uses, on this CPU.
 
 Each setting trains a few steps of the real trainer in a process of its own: random texts of an exact length, random
 teacher vectors, the real student. Both sides are bytes beyond the model: measured is how far resident memory rises
 above what it was before the student was loaded, less the bytes of weights and heads (a loaded file's pages become
-resident only when they are used, so that what is resident after loading says little); foretold is the plan's peak
-without weights and heads. A small step before it makes the libraries' own code resident, 50 MB, which no plan knows.
-glibc is told to give blocks over 64 KiB back to the system when they are freed
+resident only when they are used, so that resident memory after loading is no measure); estimated is the plan's peak
+without weights and heads. A small step before it makes the libraries' code resident, 50 MB, which is not part of the estimate.
+glibc is set to return blocks over 64 KiB to the system when they are freed
 (MALLOC_MMAP_THRESHOLD_): otherwise the peak would hold what the heap keeps, which depends on the order of frees.
 
     python -m benchmarks.plan --students MODELS_FOLDER
@@ -65,17 +65,17 @@ class Compared:
     """Bytes beyond the loaded model."""
 
     setting: str
-    foretold: int
+    estimated: int
     measured: int
     seconds: float
 
     @property
     def deviation(self) -> float:
-        return self.foretold / self.measured - 1
+        return self.estimated / self.measured - 1
 
 
 def compare(setting: Setting, students: Path | None, steps: int) -> Compared:
-    """One setting, foretold and measured."""
+    """One setting, estimated and measured."""
     from distill.bench.settings import BenchSettings
     from distill.bench.workloads import workloads
     from distill.plan.models import student_model
@@ -99,12 +99,12 @@ def compare(setting: Setting, students: Path | None, steps: int) -> Compared:
     (method,) = settings.rows()
     with workloads(settings) as (workload,):
         config = workload.configure(method.configure(settings.run_config()), online=False)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with TeacherCache.open(config.cache) as cache:
             shape = Targets(config, cache).shape
         lengths = [setting.length] * setting.batch
         found = trace(config, student_model(config.student), shape, lengths, device="cpu", precision=setting.precision)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         peak = _measured(config)
     model = found.breakdown["weights"] + found.breakdown["heads"]
     return Compared(setting.name, found.peak - model, peak - model, seconds)
@@ -140,7 +140,7 @@ def main() -> None:
     for row in results(arguments.students, arguments.quick):
         rows.append(row)
         print(
-            f"{row.setting}: foretold {row.foretold / 1e6:,.0f} MB in {row.seconds:.1f} s, measured "
+            f"{row.setting}: estimated {row.estimated / 1e6:,.0f} MB in {row.seconds:.1f} s, measured "
             f"{row.measured / 1e6:,.0f} MB, {row.deviation:+.1%}",
             flush=True,
         )

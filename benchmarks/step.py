@@ -12,7 +12,7 @@ Contenders, each in float32 and, but for the paper's, in the precision that `tra
 - paper, paper+asam: `benchmarks/paper_loop.py`; texts and targets in memory, tokenized between two steps.
 
 All have the same student with its own dropout, the same distinct texts in the same batches of 32, cut at the same
-length; the same 1,024-wide targets (random unit vectors: what they say changes no time); the student's learning rate,
+length; the same 1,024-wide targets (random unit vectors); the student's learning rate,
 schedule, weight decay, seeds and threads. A TALAS step encodes every text twice, one of MSELoss once. The others pad a
 batch to its longest text; what a run does about padding is its own. Both trainers have the fused AdamW and clip no
 gradient; the paper's loop has `torch.optim.AdamW` as it comes.
@@ -20,7 +20,7 @@ gradient; the paper's loop has `torch.optim.AdamW` as it comes.
 In each round every contender trains anew in this process, another one first each time, and each round has other
 batches. A step lasts from the end of the one before to its own end, the wait for its batch included. Cheap sharpness
 takes turns with plain steps, so that a figure is the mean of two steps in a row; a round's is the median of those.
-Ratios are taken within a round; told is the median of all. Memory is that of a process of its own that has trained
+Ratios are taken within a round; the median of all is reported. Memory is measured in a new process that has trained
 two steps of two texts before: the highest resident memory of a round's batches beyond what was held before the model
 was loaded; the median of three processes, because what the heap keeps of freed blocks differs by a tenth.
 """
@@ -48,7 +48,7 @@ from distill.config import StudentConfig, resolve_precision
 from distill.student.student import Student, student_shape
 
 STEPS, WARM_UP, ROUNDS = 20, 4, 5
-# Of each contender at the most, for its memory.
+# Most processes per contender for its memory.
 PROCESSES = 3
 
 Figures = dict[str, Any]
@@ -57,11 +57,11 @@ Round = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Question:
-    """A ratio that is asked for.
+class Comparison:
+    """A ratio of two contenders.
 
     Attributes:
-        bar: what it may be at the most; None only tells it.
+        bar: highest allowed ratio; None only reports it.
     """
 
     what: str
@@ -70,24 +70,24 @@ class Question:
     bar: float | None
 
 
-STEP_QUESTIONS = (
-    Question("TALAS to sentence-transformers' MSELoss", "talas", "mse", 1.0),
-    Question("TALAS with ASAM to the paper's loop", "talas+asam", "paper+asam", 0.35),
-    Question("TALAS without to the paper's loop", "talas", "paper", None),
-    Question("price of ASAM", "talas+asam", "talas", 1.9),
-    Question("price of cheap sharpness", "talas+cheap", "talas", 1.35),
+STEP_COMPARISONS = (
+    Comparison("TALAS to sentence-transformers' MSELoss", "talas", "mse", 1.0),
+    Comparison("TALAS with ASAM to the paper's loop", "talas+asam", "paper+asam", 0.35),
+    Comparison("TALAS without to the paper's loop", "talas", "paper", None),
+    Comparison("price of ASAM", "talas+asam", "talas", 1.9),
+    Comparison("price of cheap sharpness", "talas+cheap", "talas", 1.35),
 )
-MEMORY_QUESTIONS = (
-    Question("TALAS to sentence-transformers' MSELoss", "talas", "mse", 1.0),
-    Question("TALAS without to the paper's loop", "talas", "paper", 1.0),
-    Question("TALAS with ASAM to the paper's loop", "talas+asam", "paper+asam", 1.0),
+MEMORY_COMPARISONS = (
+    Comparison("TALAS to sentence-transformers' MSELoss", "talas", "mse", 1.0),
+    Comparison("TALAS without to the paper's loop", "talas", "paper", 1.0),
+    Comparison("TALAS with ASAM to the paper's loop", "talas+asam", "paper+asam", 1.0),
 )
 
 
 def in_rounds(tasks: Sequence[Task], rounds: int) -> Iterator[Round]:
-    """Each beginning with another contender, on batches of its own."""
+    """Step times by contender for each round; rounds start with another contender and have other batches."""
     gc.collect()
-    gc.freeze()  # the libraries are not searched for garbage in the middle of a step
+    gc.freeze()  # keeps garbage collection of the libraries out of the steps
     try:
         for number in range(rounds):
             start = number % len(tasks)
@@ -99,23 +99,23 @@ def in_rounds(tasks: Sequence[Task], rounds: int) -> Iterator[Round]:
         gc.unfreeze()
 
 
-def peaks_alone(tasks: Sequence[Task], rounds: int) -> Iterator[dict[str, int]]:
-    """Bytes by contender, each in a process that a server forks which has the libraries; on the rounds' batches."""
+def peaks_in_new_processes(tasks: Sequence[Task], rounds: int) -> Iterator[dict[str, int]]:
+    """Bytes by contender, each in a process forked from a server with the libraries; on the rounds' batches."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["distill.bench.timed_run", "sentence_transformers"])
     for number in range(min(rounds, PROCESSES)):
         found = {}
         for task in tasks:
             with ProcessPoolExecutor(1, mp_context=context) as pool:
-                alone = pool.submit(peak_of_child, replace(task, seed=task.seed + number), torch.get_num_threads())
-                found[task.contender.name] = alone.result()
+                peak = pool.submit(peak_of_child, replace(task, seed=task.seed + number), torch.get_num_threads())
+                found[task.contender.name] = peak.result()
         yield found
 
 
 def peak_of_child(task: Task, threads: int) -> int:
     torch.set_num_threads(threads)
     quiet()
-    take(replace(task, steps=CYCLE, warm_up=0, batch=2))  # the libraries' own code becomes resident
+    take(replace(task, steps=CYCLE, warm_up=0, batch=2))  # makes the libraries' code resident
     return take(task).peak
 
 
@@ -125,7 +125,7 @@ def quiet() -> None:
 
 
 def contenders(only: Sequence[str] | None) -> list[Contender]:
-    """In every precision that is a contender's."""
+    """The methods in each of their precisions."""
     best = resolve_precision("auto")
     chosen = [method for method in METHODS if only is None or method in only]
     return [
@@ -143,17 +143,17 @@ def summary(rounds: Sequence[Round]) -> Round:
     }
 
 
-def pairs(question: Question, medians: Round) -> list[tuple[str, str]]:
-    """Who is compared: both in float32, then each in its faster precision; two of ours always in the same one."""
+def pairs(comparison: Comparison, medians: Round) -> list[tuple[str, str]]:
+    """Contenders to compare: both in float32, then each in its faster precision; two of ours in equal precisions."""
 
     def of(method: str) -> dict[str, str]:
         names = (name for name in medians if name.split()[0] == method)
         return {name.split()[1]: name for name in names}
 
-    mine, theirs = of(question.mine), of(question.theirs)
+    mine, theirs = of(comparison.mine), of(comparison.theirs)
     if not mine or not theirs:
         return []
-    if question.theirs in OURS:
+    if comparison.theirs in OURS:
         return [(name, theirs[precision]) for precision, name in mine.items()]
 
     def fastest(names: dict[str, str]) -> str:
@@ -162,64 +162,68 @@ def pairs(question: Question, medians: Round) -> list[tuple[str, str]]:
     return list(dict.fromkeys([(mine["fp32"], theirs["fp32"]), (fastest(mine), fastest(theirs))]))
 
 
-def step_answers(rounds: Sequence[Round]) -> list[Figures]:
+def step_ratios(rounds: Sequence[Round]) -> list[Figures]:
     """Ratios of steps: medians, least and most over the rounds, and whether the clock's meets its bar."""
     found, medians = [], summary(rounds)
-    for question in STEP_QUESTIONS:
-        for mine, theirs in pairs(question, medians):
+    for comparison in STEP_COMPARISONS:
+        for mine, theirs in pairs(comparison, medians):
             wall = [one[mine]["seconds"] / one[theirs]["seconds"] for one in rounds]
             processor = [one[mine]["processor"] / one[theirs]["processor"] for one in rounds]
-            told = {"ratio": median(wall), "least": min(wall), "most": max(wall), "processor": median(processor)}
-            found.append(asdict(question) | {"mine": mine, "theirs": theirs} | told | _met(question, told["ratio"]))
+            ratios = {"ratio": median(wall), "least": min(wall), "most": max(wall), "processor": median(processor)}
+            found.append(
+                asdict(comparison) | {"mine": mine, "theirs": theirs} | ratios | _met(comparison, ratios["ratio"])
+            )
     return found
 
 
-def memory_answers(peaks: dict[str, int], medians: Round) -> list[Figures]:
+def memory_ratios(peaks: dict[str, int], medians: Round) -> list[Figures]:
     """Ratios of peaks."""
     found = []
-    for question in MEMORY_QUESTIONS:
-        for mine, theirs in pairs(question, medians):
+    for comparison in MEMORY_COMPARISONS:
+        for mine, theirs in pairs(comparison, medians):
             ratio = peaks[mine] / peaks[theirs]
-            found.append(asdict(question) | {"mine": mine, "theirs": theirs, "ratio": ratio} | _met(question, ratio))
+            found.append(
+                asdict(comparison) | {"mine": mine, "theirs": theirs, "ratio": ratio} | _met(comparison, ratio)
+            )
     return found
 
 
-def _met(question: Question, ratio: float) -> dict[str, bool | None]:
-    return {"met": None if question.bar is None else ratio <= question.bar}
+def _met(comparison: Comparison, ratio: float) -> dict[str, bool | None]:
+    return {"met": None if comparison.bar is None else ratio <= comparison.bar}
 
 
-def measured(asked: argparse.Namespace) -> Figures:
-    """All rounds, the peaks, and what they answer."""
+def measured(options: argparse.Namespace) -> Figures:
+    """All rounds, peaks and ratios."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        texts = prepare(asked.corpus, asked.text_key, folder)
-        needed = (asked.warm_up + asked.steps) * BATCH
+        texts = prepare(options.corpus, options.text_key, folder)
+        needed = (options.warm_up + options.steps) * BATCH
         if texts < needed:
-            raise SystemExit(
-                f"{asked.corpus}: {texts:,} distinct texts, and so many steps need {needed:,}; lower --steps"
-            )
-        length = Student.load(StudentConfig(str(asked.model))).max_length
-        tasks = [Task(one, asked.model, folder, length, asked.steps, asked.warm_up) for one in contenders(asked.only)]
+            raise SystemExit(f"{options.corpus}: {texts:,} distinct texts, the steps need {needed:,}; lower --steps")
+        length = Student.load(StudentConfig(str(options.model))).max_length
+        tasks = [
+            Task(one, options.model, folder, length, options.steps, options.warm_up) for one in contenders(options.only)
+        ]
         rounds = []
-        for number, one in enumerate(in_rounds(tasks, asked.rounds), start=1):
+        for number, one in enumerate(in_rounds(tasks, options.rounds), start=1):
             rounds.append(one)
-            told = ", ".join(f"{name} {1e3 * of['seconds']:.0f} ms" for name, of in one.items())
-            print(f"round {number}: {told}", flush=True)
-        alone = list(peaks_alone(tasks, asked.rounds))
+            line = ", ".join(f"{name} {1e3 * of['seconds']:.0f} ms" for name, of in one.items())
+            print(f"round {number}: {line}", flush=True)
+        process_peaks = list(peaks_in_new_processes(tasks, options.rounds))
     medians = summary(rounds)
-    peaks = {name: int(median(one[name] for one in alone)) for name in medians}
+    peaks = {name: int(median(one[name] for one in process_peaks)) for name in medians}
     return {
-        "model": asked.model.name,
+        "model": options.model.name,
         "texts": texts,
         "batch": BATCH,
         "width": WIDTH,
         "threads": torch.get_num_threads(),
-        "steps": asked.steps,
+        "steps": options.steps,
         "rounds": rounds,
-        "peaks": alone,
+        "peaks": process_peaks,
         "contenders": {name: of | {"peak_bytes": peaks[name]} for name, of in medians.items()},
-        "step": step_answers(rounds),
-        "memory": memory_answers(peaks, medians),
+        "step": step_ratios(rounds),
+        "memory": memory_ratios(peaks, medians),
     }
 
 
@@ -247,11 +251,11 @@ def verdict(answer: Figures) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    asked = _arguments(arguments)
+    options = _arguments(arguments)
     quiet()
-    found = measured(asked)
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=2))
+    found = measured(options)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2))
     show(found)
 
 
@@ -266,19 +270,19 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda names: tuple(names.split(",")), help=f"of {','.join(METHODS)}")
     parser.add_argument("--quick", action="store_true", help=f"one round of {CYCLE} steps")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args(arguments)
-    if asked.quick:
-        asked.steps, asked.warm_up, asked.rounds = CYCLE, CYCLE, 1
-    if asked.steps < CYCLE or asked.steps % CYCLE or asked.warm_up < 0 or asked.rounds < 1:
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.steps, options.warm_up, options.rounds = CYCLE, CYCLE, 1
+    if options.steps < CYCLE or options.steps % CYCLE or options.warm_up < 0 or options.rounds < 1:
         parser.error(f"--steps goes in cycles of {CYCLE}, and there is at least one of them and one round")
-    unknown = sorted(set(asked.only or ()) - set(METHODS))
+    unknown = sorted(set(options.only or ()) - set(METHODS))
     if unknown:
         parser.error(f"--only {unknown[0]}: expected some of {', '.join(METHODS)}")
     if torch.cuda.is_available():
         parser.error("it compares steps on a processor; hide the GPU with CUDA_VISIBLE_DEVICES=")
-    if (pooling := student_shape(StudentConfig(str(asked.model))).pooling) != "mean":
+    if (pooling := student_shape(StudentConfig(str(options.model))).pooling) != "mean":
         parser.error(f"--model is pooled by {pooling}; the paper's loop here knows mean pooling")
-    return asked
+    return options
 
 
 if __name__ == "__main__":

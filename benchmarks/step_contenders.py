@@ -106,7 +106,7 @@ class Taken:
 
 
 def take(task: Task) -> Taken:
-    """Train anew, and let go of it."""
+    """Step times and peak memory of one training."""
     if task.contender.method in OURS:
         measured = measure_run(task.config(), task.warm_up)
         return Taken(measured.steps, measured.peak)

@@ -53,7 +53,7 @@ def write_wider(teacher: Path, size: str, folder: Path) -> Path:
 
 
 def dimensions(size: str) -> tuple[int, int]:
-    """Width and layers out of "HIDDENxLAYERS".
+    """Width and layers of "HIDDENxLAYERS".
 
     Raises:
         ValueError: it is something else, or heads of 64 do not fill the width.
@@ -70,7 +70,7 @@ def checked_size(text: str) -> str:
 
 
 def made_up(folder: Path) -> tuple[Path, Path, Path]:
-    """A small random teacher that reads letters, a smaller student that reads words, and texts."""
+    """A small random teacher with letter tokens, a smaller student with word tokens, and texts."""
     words = ["the", "cat", "sat", "on", "mat", "and", "river", "ran", "through", "old", "town", "sea", "dogs"]
     letters = [mark + letter for letter in sorted(set("".join(words))) for mark in ("", "##")]
     models = []

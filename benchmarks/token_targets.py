@@ -1,4 +1,4 @@
-"""What token columns spare: a step from the cache beside one with the teacher in the loop, and whether both lose alike.
+"""Step time with cached token columns and with an online teacher, and whether both have equal losses.
 
     python benchmarks/token_targets.py --teacher FOLDER --student FOLDER --corpus FILE [--methods emo,dskd,cdm,talas]
         [--steps 100] [--texts 2048] [--storage float16] [--wider 1024x24 ...] [--memory] [--quick] [--json FILE]
@@ -59,13 +59,13 @@ MODES = ("cached", "online")
 WINDOW = 1024
 # Steps at the start that are not timed.
 WARM_UP = 2
-# Of a wider teacher.
+# Sizes of wider teachers.
 WIDER_STEPS = 8
 MEMORY_STEPS = 10
 # Largest relative difference of the losses. float16 changes a number by 2^-11 of itself at most; the steps of int8 are
 # coarser, and their errors cancel.
 TOLERANCES = {"float16": 2.0**-11, "float16-raw": 2.0**-11, "int8": 2e-3}
-# Of a teacher that does not compute in float32: it rounds otherwise where a batch is padded otherwise.
+# For a teacher in half precision, whose rounding depends on the padding of a batch.
 BFLOAT16_TOLERANCE = 2.0**-8
 
 Figures = dict[str, Any]
@@ -73,7 +73,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What both sides have in common.
+    """The settings of both sides.
 
     Attributes:
         precision: of the student, "fp32" or "bf16".
@@ -167,7 +167,7 @@ def made(method: str, student: StudentShape, teacher: TeacherShape) -> Objective
 
 
 def step_by_step(method: str, setting: Setting, steps: int) -> Figures:
-    """Both sides of one method in turns."""
+    """Both sides of one method, interleaved."""
     times: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
     losses: dict[str, list[dict[str, float]]] = {mode: [] for mode in (*MODES, "asked")}
     with TeacherCache.open(setting.cache) as cache:
@@ -179,7 +179,7 @@ def step_by_step(method: str, setting: Setting, steps: int) -> Figures:
                 started = now(setting.device)
                 batches[mode] = sides[mode].fetch()
                 fetched[mode] = now(setting.device) - started
-            # Gradients stay on: without them other kernels may run.
+            # With gradients: without them other kernels may run.
             losses["asked"].append(plain(sides["cached"].forward(batches["online"], number)))
             for mode in turns:
                 started = now(setting.device)
@@ -228,7 +228,7 @@ def plain(found: dict[str, Any]) -> dict[str, float]:
 
 
 def largest_difference(mine: list[dict[str, float]], theirs: list[dict[str, float]], name: str) -> float:
-    """Of one term over all steps, relative to the second."""
+    """Largest relative difference of one term over all steps."""
     return max(abs(a[name] - b[name]) / max(abs(b[name]), 1e-30) for a, b in zip(mine, theirs, strict=True))
 
 
@@ -252,7 +252,7 @@ def peaks(method: str, setting: Setting, steps: int) -> dict[str, int]:
 
 
 def attention_layers(methods: tuple[str, ...], teacher: Path, student: Path) -> tuple[int, ...] | None:
-    """Teacher layers whose maps some method compares; None if none does."""
+    """Teacher layers whose attention the methods compare; None for none."""
     shape = token_shape(resolve(TeacherOptions(model=str(teacher))))
     known = TeacherShape(
         shape.width, token_dim=shape.width, layers=shape.layers, heads=shape.heads, causal=shape.causal
@@ -272,7 +272,7 @@ def build_columns(setting: Setting, texts: Path, methods: tuple[str, ...]) -> Bu
 
 
 def against(setting: Setting, texts: Path, methods: tuple[str, ...], steps: int, memory: bool = False) -> Figures:
-    """One teacher's columns, and its methods."""
+    """Column sizes of one teacher, and the results of the methods."""
     built = build_columns(setting, texts, methods)
     arrays = setting.cache / "spaces" / built.space
     sizes = {
@@ -299,7 +299,7 @@ def say(found: Figures) -> None:
     sizes = ", ".join(f"{name} {size:,.0f}" for name, size in found["bytes_per_text"].items())
     print(
         f"teacher {found['teacher']}: {found['parameters'] / 1e6:.1f} million parameters; {found['texts']:,} texts of "
-        f"{found['tokens_per_text']:.1f} tokens; bytes a text: {sizes}",
+        f"{found['tokens_per_text']:.1f} tokens; bytes per text: {sizes}",
         flush=True,
     )
 
@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"), help="of the student")
     parser.add_argument("--storage", default="float16", choices=TOLERANCES, help="of token states")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--memory", action="store_true", help="peak memory of each side, in a process of its own")
+    parser.add_argument("--memory", action="store_true", help="peak memory of each side, in a new process")
     parser.add_argument("--quick", action="store_true", help="4 steps, 64 texts in batches of 8")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

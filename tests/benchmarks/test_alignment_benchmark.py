@@ -1,4 +1,4 @@
-"""`benchmarks/alignment.py`: what its figures mean, and that it runs."""
+"""`benchmarks/alignment.py`: its figures are right, and it runs."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.conftest import varied_texts
 from tests.teacher_cache.tiny_teachers import write_xlm_roberta
 
 
-def test_shares_count_specials_and_leave_prompts_out() -> None:
+def test_shares_include_special_tokens_and_exclude_prompts() -> None:
     # "river": the student has it whole, the teacher as riv|er behind a prompt's token; both close.
     student = np.array([[1, 0, 5, TEXT_TOKEN], [2, 0, 0, CLOSING]], np.int32)
     teacher = np.array([[9, 0, 0, OTHER], [1, 0, 3, TEXT_TOKEN], [2, 3, 5, TEXT_TOKEN], [3, 0, 0, CLOSING]], np.int32)
@@ -25,7 +25,7 @@ def test_shares_count_specials_and_leave_prompts_out() -> None:
     assert (found["student"], found["equal"]) == (0.5, 0)  # the closing tokens alone
 
 
-def test_it_runs_and_prints_its_figure_last(
+def test_the_benchmark_runs_and_prints_its_figure_last(
     tmp_path: Path, tiny_student: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = varied_texts(20)

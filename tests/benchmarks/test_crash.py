@@ -1,4 +1,4 @@
-"""`benchmarks/crash.py`: a build that is killed where it hurts most loses nothing, and a loss would be seen."""
+"""`benchmarks/crash.py`: killed builds lose no rows, and a loss would be detected."""
 
 import random
 import signal
@@ -34,7 +34,7 @@ def whole(folder: Path, corpus: Path, storage: str) -> dict[str, object]:
     return damage.contents(folder / "whole")
 
 
-def test_kills_inside_writes_and_commits_lose_nothing_and_show_nothing_half_done(tmp_path: Path) -> None:
+def test_kills_during_writes_and_commits_lose_no_rows_and_leave_no_partial_ones(tmp_path: Path) -> None:
     corpus, *_ = crash.write_corpora(tmp_path)
     expected = whole(tmp_path, corpus, "float16")
     watch = crash.Watch(tmp_path / "cache", tmp_path / "log")
@@ -52,7 +52,7 @@ def test_kills_inside_writes_and_commits_lose_nothing_and_show_nothing_half_done
     assert damage.contents(watch.cache) == expected
 
 
-def test_a_loss_would_be_seen(tmp_path: Path) -> None:
+def test_a_loss_is_detected(tmp_path: Path) -> None:
     corpus, *_ = crash.write_corpora(tmp_path)
     watch = crash.Watch(tmp_path / "cache", tmp_path / "log")
     assert killed(corpus, watch, "float16-raw", "never", 0) == 0
@@ -69,14 +69,14 @@ def test_a_loss_would_be_seen(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_builds_killed_at_random_end_as_those_that_never_were(tmp_path: Path, seed: int) -> None:
+def test_builds_killed_at_random_end_like_uninterrupted_ones(tmp_path: Path, seed: int) -> None:
     tally = crash.kill_builds(tmp_path, 8, seed, lambda line: None)
     assert (tally.lost, tally.faults) == (0, [])
     assert tally.kills == 8
 
 
 @pytest.mark.slow
-def test_every_damage_is_found_and_mended_in_every_format(tmp_path: Path) -> None:
+def test_every_damage_is_found_and_repaired_in_every_encoding(tmp_path: Path) -> None:
     corpora = crash.write_corpora(tmp_path)
     wholes = {storage: crash.reference(tmp_path, corpora, storage)[0] for storage in ENCODINGS}
     outcomes = damage.damage_caches(wholes, corpora, 1)

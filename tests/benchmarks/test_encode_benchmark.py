@@ -1,4 +1,4 @@
-"""`benchmarks/encode.py`: what its figures mean, and that it runs."""
+"""`benchmarks/encode.py`: its figures are right, and it runs."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ from benchmarks import encode
 from tests.conftest import varied_texts
 
 
-def test_ratios_are_of_one_round_each_to_what_it_is_compared_with() -> None:
+def test_ratios_are_taken_within_rounds() -> None:
     def round_of(slower: float, seconds: dict[str, float]) -> dict[str, dict[str, float]]:
         return {name: {"seconds": slower * one, "processor": 2 * slower * one} for name, one in seconds.items()}
 
@@ -39,7 +39,9 @@ def test_the_smallest_cosine_is_of_the_worst_row() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_and_all_contenders_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_runs_and_contenders_give_equal_vectors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tests.teacher_cache.tiny_teachers import write_sentence_transformer
 
     model = write_sentence_transformer(tmp_path / "model")

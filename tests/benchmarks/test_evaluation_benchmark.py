@@ -1,4 +1,4 @@
-"""`benchmarks/evaluation.py`: what its figures mean, and that it runs."""
+"""`benchmarks/evaluation.py`: its figures are right, and it runs."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from distill.evaluation.evaluator import nine_tasks
 from tests.distill.tiny_tasks import TASKS, write_tasks
 
 
-def test_ratios_are_of_one_round_and_the_largest_difference_of_any_round_is_kept() -> None:
+def test_ratios_are_taken_within_rounds_and_differences_are_the_largest_of_all() -> None:
     def answer(seconds: float, score: float) -> dict[str, Any]:
         scores = {"stsb": {"metric": "spearman", "score": score}}
         return {"seconds": seconds, "processor": 2 * seconds, "peak": 1, "dtype": "bfloat16", "tasks": scores}
@@ -33,7 +33,7 @@ def test_ratios_are_of_one_round_and_the_largest_difference_of_any_round_is_kept
     assert found["tasks"]["stsb"]["difference"] == pytest.approx(-0.2)
 
 
-def test_a_sample_keeps_whole_rows_in_their_order_and_about_so_many_texts(tmp_path: Path) -> None:
+def test_a_sample_keeps_whole_rows_in_order(tmp_path: Path) -> None:
     whole = nine_tasks(write_tasks(tmp_path / "data"), TASKS)
     (tmp_path / "some").mkdir()
     data = evaluation.sampled(whole, 42, tmp_path / "some")
@@ -44,14 +44,16 @@ def test_a_sample_keeps_whole_rows_in_their_order_and_about_so_many_texts(tmp_pa
         assert [line for line in lines if line in set(kept)] == kept
 
 
-def test_vectors_stand_in_for_their_encoder() -> None:
+def test_vectors_replace_their_encoder() -> None:
     timed = evaluation.Encoding.timed(["a", "bb"], lambda texts: np.array([[len(text)] for text in texts], np.float32))
     assert timed.encode(["bb", "a", "bb"]).tolist() == [[2], [1], [2]]
     assert timed.to_json().keys() == {"seconds", "processor", "peak"}
 
 
 @pytest.mark.slow
-def test_it_runs_and_both_sides_agree(tmp_path: Path, tiny_student: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_runs_and_both_sides_agree(
+    tmp_path: Path, tiny_student: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = write_tasks(tmp_path / "data")
     arguments = ["--model", str(tiny_student), "--data", str(data), "--tasks", ",".join(TASKS), "--quick"]
     evaluation.main([*arguments, "--json", str(tmp_path / "found.json")])

@@ -1,4 +1,4 @@
-"""`benchmarks/index.py` and `benchmarks/ingest.py` run, and their last lines say what they measured."""
+"""`benchmarks/index.py` and `benchmarks/ingest.py` run and print their figures in the last line."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ def run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> tuple[list[dict[str, Any]], str]:
-    """The figures it wrote, and the last line it printed."""
+    """Its figures and the last line of its output."""
     target = tmp_path / "figures.json"
     for name, value in (("QUICK_SIZES", sizes), ("ROUNDS", 1)):
         monkeypatch.setattr(module, name, value)
@@ -41,12 +41,12 @@ def test_the_index_is_measured_beside_sqlite(
     assert last.startswith("index of 20,000 keys: ")
 
 
-def test_a_wrong_answer_stops_the_measuring() -> None:
+def test_a_wrong_result_stops_the_measurement() -> None:
     with pytest.raises(RuntimeError, match="returned a wrong row"):
         index.look_up(lambda keys: [0, 2], [b"a", b"b"], [0, 1])
 
 
-def test_ingesting_is_measured_phase_by_phase(
+def test_ingestion_is_measured_by_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures, last = run(ingest, (100, 300), tmp_path, monkeypatch, capsys)

@@ -1,4 +1,4 @@
-"""`benchmarks/step.py`: the paper's loop trains what a run trains, what the figures mean, and that it runs."""
+"""`benchmarks/step.py`: the paper's loop equals a run, the figures are right, and it runs."""
 
 import csv
 import json
@@ -67,20 +67,20 @@ def loss_of(model: Distillation, ids: torch.Tensor, mask: torch.Tensor, vectors:
     return torch.stack(list(terms.values())).sum()
 
 
-def test_the_papers_loss_is_that_of_the_objective(still_student: Path) -> None:
+def test_the_loss_of_the_papers_loop_equals_the_objective(still_student: Path) -> None:
     loop, model = both(still_student)
     given = batch(model.student)
     assert loop.loss(*given).item() == pytest.approx(loss_of(model, *given).item(), rel=1e-5)
 
 
-def test_the_papers_views_are_two_passes_under_masks_of_their_own(tiny_student: Path) -> None:
+def test_the_papers_loop_encodes_two_views_with_different_dropout_masks(tiny_student: Path) -> None:
     loop, model = both(tiny_student)
     ids, mask, _ = batch(model.student)
     first, second = loop.pooled(ids, mask), loop.pooled(ids, mask)
     assert not torch.allclose(first[-1], second[-1])
 
 
-def test_the_papers_perturbed_gradient_is_that_of_asam(still_student: Path) -> None:
+def test_the_perturbed_gradient_of_the_papers_loop_equals_asam(still_student: Path) -> None:
     loop, model = both(still_student)
     given = batch(model.student)
     before = [weight.detach().clone() for weight in loop.parameters()]
@@ -104,7 +104,7 @@ def test_the_papers_perturbed_gradient_is_that_of_asam(still_student: Path) -> N
 
 
 @pytest.mark.parametrize("method", ["talas", "talas+asam"])
-def test_the_papers_loop_ends_where_a_run_ends(
+def test_the_papers_loop_ends_with_the_weights_of_a_run(
     method: str, still_student: Path, prepared: Path, tmp_path: Path
 ) -> None:
     task = Task(Contender(method, "fp32"), still_student, prepared, 64, steps=STEPS - 1, warm_up=1, seed=3)
@@ -126,7 +126,7 @@ def test_the_papers_loop_ends_where_a_run_ends(
     assert (ours - its[: len(ours)]).norm() < 0.02 * ours.norm()
 
 
-def test_a_figure_is_the_middle_of_the_means_of_cycles() -> None:
+def test_a_figure_is_the_median_of_cycle_means() -> None:
     walls = (1.0, 3.0, 20.0, 40.0, 3.0, 5.0)
     found = Taken(tuple(StepTime(wall, 2 * wall, {}) for wall in walls), peak=0).figures()
     assert found == {"seconds": 4.0, "processor": 8.0}
@@ -151,8 +151,8 @@ def rounds() -> list[step.Round]:
     return [at(1, first), at(10, first), at(1, first | {"talas fp32": 1.5})]
 
 
-def test_ratios_are_of_one_round_each_and_meet_their_bars_or_not() -> None:
-    found = {(one["mine"], one["theirs"]): one for one in step.step_answers(rounds())}
+def test_ratios_are_taken_within_rounds_and_compared_with_their_bars() -> None:
+    found = {(one["mine"], one["theirs"]): one for one in step.step_ratios(rounds())}
     talas = found["talas fp32", "mse fp32"]
     assert (talas["ratio"], talas["least"], talas["most"]) == pytest.approx((0.8, 0.8, 1.2))
     assert talas["processor"] == pytest.approx(0.8)
@@ -161,8 +161,8 @@ def test_ratios_are_of_one_round_each_and_meet_their_bars_or_not() -> None:
     assert not found["talas+asam fp32", "paper+asam fp32"]["met"]
 
 
-def test_each_is_asked_in_float32_and_in_its_own_best_precision() -> None:
-    compared = [(one["mine"], one["theirs"]) for one in step.step_answers(rounds())]
+def test_contenders_run_in_float32_and_in_their_fastest_precision() -> None:
+    compared = [(one["mine"], one["theirs"]) for one in step.step_ratios(rounds())]
     assert compared == [
         ("talas fp32", "mse fp32"),
         ("talas bf16", "mse fp32"),
@@ -175,18 +175,18 @@ def test_each_is_asked_in_float32_and_in_its_own_best_precision() -> None:
     ]
 
 
-def test_memory_is_told_as_a_ratio_of_peaks() -> None:
+def test_memory_is_a_ratio_of_peaks() -> None:
     peaks = dict.fromkeys(rounds()[0], 100) | {"talas fp32": 90, "talas bf16": 110}
     found = {
         (one["mine"], one["theirs"]): (one["ratio"], one["met"])
-        for one in step.memory_answers(peaks, step.summary(rounds()))
+        for one in step.memory_ratios(peaks, step.summary(rounds()))
     }
     assert found["talas fp32", "mse fp32"] == (0.9, True)
     assert found["talas bf16", "mse fp32"] == (1.1, False)
 
 
 @pytest.mark.parametrize("wrong", [["--only", "talas,sgd"], ["--steps", "3"]])
-def test_what_it_cannot_measure_is_refused(wrong: list[str], tmp_path: Path) -> None:
+def test_invalid_arguments_are_an_error(wrong: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as stopped:
         step.main(["--model", str(tmp_path), "--corpus", str(tmp_path), *wrong])
     assert stopped.value.code == 2

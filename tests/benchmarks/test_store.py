@@ -1,4 +1,4 @@
-"""`benchmarks/store.py`: what its figures mean, and that it runs."""
+"""`benchmarks/store.py`: its figures are right, and it runs."""
 
 import importlib.util
 import json
@@ -36,11 +36,11 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     assert ratio([20, 40, 300], [10, 10, 100]) == 3
 
 
-def test_an_epoch_that_was_read_whole_has_the_rate_of_all_of_it() -> None:
+def test_the_rate_of_a_complete_epoch_includes_its_start() -> None:
     assert Streamed(first_rows=256, first_seconds=1.0, rows=1000, seconds=4.0).rate(1000) == 250
 
 
-def test_an_epoch_that_was_broken_off_pays_for_its_start_once() -> None:
+def test_the_rate_of_a_partial_epoch_counts_its_start_once() -> None:
     # A second until the first 100 rows, then 100 rows a second: 900 more take nine seconds.
     assert Streamed(first_rows=100, first_seconds=1.0, rows=300, seconds=3.0).rate(1000) == 100
     # Two seconds until the first 100 rows: 1,000 rows in 2 + 9 seconds.
@@ -62,7 +62,7 @@ def test_sources_are_contiguous_and_of_equal_size() -> None:
     assert set(Counter(sources.tolist()).values()) == {10}
 
 
-def test_made_up_vectors_have_unit_length_and_are_the_same_again(tmp_path: Path) -> None:
+def test_random_vectors_have_unit_length_and_are_reproducible(tmp_path: Path) -> None:
     write_vectors(tmp_path / "vectors.npy", 8200, 16)
     again = list(random_vectors(8200, 16))
     assert [len(block) for block in again] == [8192, 8]
@@ -92,19 +92,19 @@ def test_windows_serve_every_row_once_in_batches(sizes: list[int], window: int, 
     assert sorted(served.tolist()) == list(range(sum(sizes)))
 
 
-def test_each_epoch_has_a_permutation_of_its_own() -> None:
+def test_each_epoch_has_another_permutation() -> None:
     assert sorted(permutation(50, 1).tolist()) == list(range(50))
     assert permutation(50, 1).tolist() != permutation(50, 2).tolist()
 
 
-def test_cosine_errors_are_exact_where_the_cosine_is_nearly_one() -> None:
+def test_cosine_errors_are_exact_near_one() -> None:
     # Unit vectors an angle t apart: 1 - cos t = t^2 / 2 to the fourth order.
     t = 1e-6
     found = cosine_errors(np.array([[2.0, 0], [0, 3]]), np.array([[np.cos(t), np.sin(t)], [0, 1]]))
     assert found == pytest.approx([t**2 / 2, 0], rel=1e-6)
 
 
-def test_a_format_is_measured_by_what_is_read_back(tmp_path: Path) -> None:
+def test_the_error_of_an_encoding_is_measured_on_rows_read_back(tmp_path: Path) -> None:
     vectors = np.random.default_rng(0).standard_normal((100, 32)).astype(np.float32)
     vectors[3] = np.nan
     found = format_size(vectors, "float16-raw", tmp_path)
@@ -114,7 +114,7 @@ def test_a_format_is_measured_by_what_is_read_back(tmp_path: Path) -> None:
     assert 0 < found["mean"] < found["worst"] < 1e-6
 
 
-def test_peak_memory_sees_what_was_taken_and_given_back() -> None:
+def test_peak_memory_includes_freed_memory() -> None:
     with PeakMemory() as memory:
         before = memory.anonymous
         taken = np.ones(8 * 2**20)
@@ -123,7 +123,7 @@ def test_peak_memory_sees_what_was_taken_and_given_back() -> None:
     assert memory.peak - before >= 60 * 2**20
 
 
-def test_a_file_that_was_read_is_in_the_page_cache(tmp_path: Path) -> None:
+def test_a_file_is_in_the_page_cache_after_reading(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(bytes(100_000))
     (tmp_path / "empty").touch()
     warm(tmp_path)
@@ -136,7 +136,7 @@ def figures(rates: dict[str, list[float]]) -> dict[str, Any]:
     return {name: {"rates": found, **memory} for name, found in rates.items()}
 
 
-def test_the_last_ratio_is_the_default_format_against_the_fastest_that_people_train_from() -> None:
+def test_the_last_ratio_is_of_the_default_encoding_to_the_fastest_training_store() -> None:
     stream = figures({MEMORY_MAP: [10, 10], DEFAULT: [8, 6], HF_MAP: [2, 2], LITDATA: [1, 1]})
     found = ratios({"stream": stream})
     assert list(found)[-1] == f"rows/s: {DEFAULT} / {HF_MAP}, the fastest of these"
@@ -145,7 +145,7 @@ def test_the_last_ratio_is_the_default_format_against_the_fastest_that_people_tr
     assert not any("MosaicML" in label for label in found)
 
 
-def test_gather_ratios_are_of_times_and_the_slower_one_is_on_top() -> None:
+def test_gather_ratios_are_times_of_the_slower_to_the_faster() -> None:
     def took(**medians: float) -> dict[str, Any]:
         names = {"mapped": MEMORY_MAP, "raw": RAW, "hf": HF_MAP, "zarr": ZARR, "default": DEFAULT}
         return {names[key]: {"medians": [value], "p95": value} for key, value in medians.items()}
@@ -161,20 +161,18 @@ def test_gather_ratios_are_of_times_and_the_slower_one_is_on_top() -> None:
     }
 
 
-def test_size_ratios_are_against_four_bytes_a_number_of_the_rows_that_were_stored() -> None:
+def test_size_ratios_are_to_four_bytes_per_stored_number() -> None:
     formats = {"int8": {"stored": 10, "bytes": 100, "worst": 1e-5, "mean": 1e-6}}
     found = ratios({"size": {"real.npy": {"rows": 12, "dims": 8, "formats": formats}}})
     assert found == {"bytes of real.npy: float32 / int8": pytest.approx(3.2)}
 
 
-def test_no_figures_no_ratio() -> None:
+def test_there_is_no_ratio_without_figures() -> None:
     assert ratios({}) == {}
     assert main_figure({}).startswith("no ratio")
 
 
-def test_an_absent_contender_has_no_turns_and_is_said_in_one_word(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_absent_contender_is_skipped_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     contest = Contest(tmp_path, Size(100, 8))
     with contest.noting(LITDATA):
         raise Absent("no module named litdata")
@@ -193,7 +191,7 @@ def test_a_library_that_is_not_installed_is_absent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*CONTENDERS, *REPEATED])
-def test_every_contender_can_be_made_without_its_library(name: str, tmp_path: Path) -> None:
+def test_every_contender_can_be_constructed_without_its_library(name: str, tmp_path: Path) -> None:
     assert {**CONTENDERS, **REPEATED}[name].make(tmp_path, 100, 8).rows == 100
 
 
@@ -218,7 +216,7 @@ def test_a_quick_run_measures_streams_and_writes_json_and_tables(
 
 
 @pytest.mark.slow
-def test_a_quick_run_measures_everything_and_uses_its_data_again(
+def test_a_quick_run_measures_everything_and_reuses_its_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "real.npy", np.random.default_rng(0).standard_normal((300, 64)).astype(np.float32))

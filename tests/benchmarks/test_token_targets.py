@@ -1,4 +1,4 @@
-"""`benchmarks/token_targets.py`: what its figures mean, and that it runs."""
+"""`benchmarks/token_targets.py`: its figures are right, and it runs."""
 
 import json
 import sys
@@ -15,14 +15,14 @@ ARRAYS = {"vectors", "tokens", "pieces", "attention"}
 def measured(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The figures it wrote, and the lines it printed."""
+    """Its figures and its output."""
     target = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["token_targets.py", "--quick", "--json", str(target), *arguments])
     token_targets.main()
     return json.loads(target.read_text()), capsys.readouterr().out.splitlines()
 
 
-def test_both_sides_lose_alike_and_both_are_timed(
+def test_both_sides_have_equal_losses_and_step_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found, lines = measured(["--wider", "128x5"], tmp_path, monkeypatch, capsys)
@@ -48,7 +48,7 @@ def test_both_sides_lose_alike_and_both_are_timed(
     assert lines[-1] == "cached step / online step: " + ", ".join(ratios[name] for name in ("emo", "dskd", "cdm"))
 
 
-def test_methods_without_attention_are_measured_on_a_cache_without(
+def test_methods_without_attention_are_measured_on_a_cache_without_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found, lines = measured(["--methods", "cdm"], tmp_path, monkeypatch, capsys)
@@ -58,7 +58,7 @@ def test_methods_without_attention_are_measured_on_a_cache_without(
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_processes_of_their_own(
+def test_memory_is_measured_in_new_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found, lines = measured(["--methods", "cdm", "--memory"], tmp_path, monkeypatch, capsys)
@@ -67,7 +67,7 @@ def test_memory_is_that_of_processes_of_their_own(
     assert f"; cached peak {peaks['cached'] / 2**20:,.0f} MiB; online peak " in lines[-2]
 
 
-def test_a_teacher_that_says_something_else_would_be_seen() -> None:
+def test_another_teacher_gives_different_losses() -> None:
     mine = [{"loss": 1.0, "token": 2.0}, {"loss": 4.0, "token": 1.0}]
     theirs = [{"loss": 1.1, "token": 2.0}, {"loss": 5.0, "token": 1.0}]
     assert token_targets.largest_difference(mine, theirs, "loss") == pytest.approx(0.2)
@@ -75,12 +75,12 @@ def test_a_teacher_that_says_something_else_would_be_seen() -> None:
 
 
 @pytest.mark.parametrize("size", ["1024", "100x2", "0x2", "64x0", "ax2"])
-def test_a_size_that_no_teacher_has_is_refused(size: str) -> None:
+def test_an_invalid_teacher_size_is_an_error(size: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - argparse says the rest
         token_models.checked_size(size)
 
 
-def test_losses_that_differ_end_in_failure(
+def test_different_losses_end_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(token_targets.TOLERANCES, "int8", 0.0)
@@ -92,7 +92,7 @@ def test_losses_that_differ_end_in_failure(
     assert not json.loads((tmp_path / "figures.json").read_text())["agree"]
 
 
-def test_folders_are_asked_for_where_no_small_models_will_do(
+def test_model_folders_are_required_without_quick(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["token_targets.py", "--steps", "2"])

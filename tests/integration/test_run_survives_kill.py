@@ -1,4 +1,4 @@
-"""`run` in a process of its own that is killed with SIGKILL: the same call again ends with the same bits."""
+"""A run killed with SIGKILL and resumed ends with the same bits as an uninterrupted one."""
 
 import json
 import multiprocessing
@@ -21,7 +21,7 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def processes() -> ForkServerContext:
-    """Imports what a run needs once, then forks for each start."""
+    """A fork server with the imports of a run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["distill.runs.run", "distill.objectives.talas", "sentence_transformers"])
     return context
@@ -51,8 +51,8 @@ def weights(folder: Path) -> list[dict[str, torch.Tensor]]:
     return [load_file(folder / place / "model.safetensors") for place in (f"checkpoint-{STEPS}", "final")]
 
 
-def seen(folder: Path, sign: str) -> bool:
-    """Whether the file is there, or the run is further: a checkpoint may come and go between two looks."""
+def reached(folder: Path, sign: str) -> bool:
+    """Whether a file exists or the run has a later checkpoint: a checkpoint may be removed between two calls."""
     if (folder / sign).exists():
         return True
     written = sign.partition("/")[0]
@@ -75,8 +75,7 @@ def test_a_run_killed_at_every_stage_ends_with_the_same_bits(
     processes: ForkServerContext, toy_cache: Path, tiny_student: Path, tmp_path: Path, whole: Path
 ) -> None:
     settings = config(toy_cache, tiny_student, tmp_path / "run")
-    # Killed as soon as this is there: the settings, three checkpoints in the middle of being written, the
-    # student in the middle of being exported.
+    # Killed after the settings, while three checkpoints are written, and while the student is exported.
     for sign in (
         "config.yaml",
         "checkpoint-5",
@@ -86,11 +85,11 @@ def test_a_run_killed_at_every_stage_ends_with_the_same_bits(
     ):
         process = processes.Process(target=run, args=(settings,))
         process.start()
-        while not seen(tmp_path / "run", sign) and process.is_alive():
+        while not reached(tmp_path / "run", sign) and process.is_alive():
             time.sleep(0.0005)
         process.kill()
         process.join()
-        assert process.exitcode == -9, f"ended by itself before {sign} was seen"
+        assert process.exitcode == -9, f"ended before {sign}"
         assert not (tmp_path / "run" / "final").exists()
     result = run(settings)
     assert result.resumed_from >= 16

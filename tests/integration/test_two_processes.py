@@ -1,4 +1,4 @@
-"""Data-parallel training over two processes, as torchrun starts them, on processors alone."""
+"""Data-parallel training in two processes, as torchrun starts them, on CPUs."""
 
 import json
 import multiprocessing
@@ -18,8 +18,8 @@ from tests.distill.tiny_runs import metrics, tiny_config
 pytestmark = pytest.mark.slow
 
 
-def run_as(rank: int, port: int, config: RunConfig, left: Path) -> None:
-    """One rank's process; leaves its weights in `left`."""
+def run_as(rank: int, port: int, config: RunConfig, output: Path) -> None:
+    """One rank's process; writes its weights and result to `output`."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -30,25 +30,25 @@ def run_as(rank: int, port: int, config: RunConfig, left: Path) -> None:
     from distill.runs.run import run
     from distill.training.trainer import DistillTrainer
 
-    class Left(DistillTrainer):
+    class SavingTrainer(DistillTrainer):
         def train(self, *args: object, **kwargs: object) -> object:
             outcome = super().train(*args, **kwargs)
             assert isinstance(self.model_wrapped, torch.nn.parallel.DistributedDataParallel)
-            save_model(self.model, str(left / f"rank{rank}.safetensors"))
+            save_model(self.model, str(output / f"rank{rank}.safetensors"))
             return outcome
 
-    run.__globals__["DistillTrainer"] = Left
+    run.__globals__["DistillTrainer"] = SavingTrainer
     result = run(config)
-    (left / f"rank{rank}.json").write_text(json.dumps(result.to_json()))
+    (output / f"rank{rank}.json").write_text(json.dumps(result.to_json()))
     torch.distributed.destroy_process_group()
 
 
-def start_both(config: RunConfig, left: Path) -> None:
+def start_both(config: RunConfig, output: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_as, args=(rank, port, config, left)) for rank in range(2)]
+    ranks = [context.Process(target=run_as, args=(rank, port, config, output)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -57,7 +57,7 @@ def start_both(config: RunConfig, left: Path) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_two_processes_stay_one_model_under_asam_and_leave_one_student(
+def test_two_processes_train_one_model_with_asam_and_export_one_student(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, accumulate: int
 ) -> None:
     config = tiny_config(
@@ -83,13 +83,13 @@ def test_two_processes_stay_one_model_under_asam_and_leave_one_student(
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     for line in lines:  # both are means over the ranks
         assert line["loss"] == pytest.approx(line["tamd"] + line["lasd"] + line["simcse"], rel=1e-4)
-    told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert told[0]["steps"] == told[1]["steps"] == 6
-    assert told[0]["agreement"] == told[1]["agreement"]
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert results[0]["steps"] == results[1]["steps"] == 6
+    assert results[0]["agreement"] == results[1]["agreement"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"] == 2
 
 
-def test_two_processes_agree_which_step_validation_chose(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_two_processes_choose_the_same_step_by_validation(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     rows = "".join(f"{text},{other},{place % 4}\n" for place, (text, other) in enumerate(pairwise(varied_texts(40))))
@@ -106,10 +106,10 @@ def test_two_processes_agree_which_step_validation_chose(toy_cache: Path, tiny_s
         "evaluation.steps=2",
     )
     start_both(config, tmp_path)
-    told = [json.loads((tmp_path / f"rank{rank}.json").read_text())["validation"] for rank in range(2)]
-    assert told[0] == told[1]
-    assert [point["step"] for point in told[0]["points"]] == [2, 4, 6]
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text())["validation"] for rank in range(2)]
+    assert results[0] == results[1]
+    assert [point["step"] for point in results[0]["points"]] == [2, 4, 6]
     assert [line["step"] for line in metrics(tmp_path / "run") if "validation" in line] == [2, 4, 6]
-    chosen = load_file(tmp_path / "run" / f"checkpoint-{told[0]['best_step']}" / "model.safetensors")
+    chosen = load_file(tmp_path / "run" / f"checkpoint-{results[0]['best_step']}" / "model.safetensors")
     final = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all(torch.equal(tensor, chosen[f"student.encoder.{name}"]) for name, tensor in final.items())

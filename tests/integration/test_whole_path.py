@@ -1,4 +1,4 @@
-"""A real teacher through the whole house: what it said is what is read back, and a student gets better."""
+"""A real teacher end to end: vectors are read back as encoded, and a student improves."""
 
 import json
 import os
@@ -56,21 +56,21 @@ def read(cache: Path, texts: list[str]) -> npt.NDArray[np.float32]:
         return opened.space().gather(opened.lookup(texts))
 
 
-def test_every_row_read_back_is_what_the_teacher_says_of_its_text(
+def test_every_stored_row_equals_the_teacher_output_of_its_text(
     cache: Path, options: TeacherOptions, checked: list[str]
 ) -> None:
-    said = load_teacher(resolve(options)).encode(checked)
-    assert cosines(read(cache, checked), said).min() >= 0.9999
+    expected = load_teacher(resolve(options)).encode(checked)
+    assert cosines(read(cache, checked), expected).min() >= 0.9999
 
 
-def test_rows_are_what_sentence_transformers_says(cache: Path, minilm: Path, checked: list[str]) -> None:
+def test_rows_equal_the_vectors_of_sentence_transformers(cache: Path, minilm: Path, checked: list[str]) -> None:
     from sentence_transformers import SentenceTransformer
 
-    said = np.asarray(SentenceTransformer(str(minilm), device="cpu").encode(checked, show_progress_bar=False))
-    assert cosines(read(cache, checked), said).min() >= 0.9999
+    expected = np.asarray(SentenceTransformer(str(minilm), device="cpu").encode(checked, show_progress_bar=False))
+    assert cosines(read(cache, checked), expected).min() >= 0.9999
 
 
-def test_another_process_with_another_hash_seed_reads_the_same(cache: Path, checked: list[str]) -> None:
+def test_a_process_with_another_hash_seed_reads_the_same_rows(cache: Path, checked: list[str]) -> None:
     code = (
         "import json, sys\n"
         "from teacher_cache.table.cache import TeacherCache\n"
@@ -88,7 +88,7 @@ def test_another_process_with_another_hash_seed_reads_the_same(cache: Path, chec
     assert done.stdout == read(cache, checked).tobytes()
 
 
-def test_zarr_alone_finds_the_same_numbers(cache: Path) -> None:
+def test_zarr_reads_the_same_numbers(cache: Path) -> None:
     import zarr
 
     with TeacherCache.open(cache) as opened:
@@ -98,13 +98,13 @@ def test_zarr_alone_finds_the_same_numbers(cache: Path) -> None:
     assert np.array_equal(zarr.open_array(folder, mode="r")[:].astype(np.float32), ours)
 
 
-# The least that the demo must gain on its held-out texts: about half of what README reports.
+# Least gains of the demo on its held-out texts: about half of those in docs/results.md.
 DEMO_GAIN_SPEARMAN = 0.10
 DEMO_GAIN_OVERLAP = 0.05
 
 
 @pytest.mark.slow
-def test_the_demo_makes_a_better_student_and_leaves_a_cache_and_a_run(tmp_path: Path) -> None:
+def test_the_demo_improves_the_student_and_writes_a_cache_and_a_run(tmp_path: Path) -> None:
     from distill.runs.demo import run_demo
     from teacher_cache.maintenance.check import verify
 
