@@ -1,12 +1,12 @@
 """Peak memory that `distill plan` estimates and that training really uses, on this CPU.
 
-Each setting trains a few steps of the real trainer in a process of its own: random texts of an exact length, random
-teacher vectors, the real student. Both sides are bytes beyond the model: measured is how far resident memory rises
-above what it was before the student was loaded, less the bytes of weights and heads (a loaded file's pages become
-resident only when they are used, so that resident memory after loading is no measure); estimated is the plan's peak
-without weights and heads. A small step before it makes the libraries' code resident, 50 MB, which is not part of the estimate.
-glibc is set to return blocks over 64 KiB to the system when they are freed
-(MALLOC_MMAP_THRESHOLD_): otherwise the peak would hold what the heap keeps, which depends on the order of frees.
+Each setting trains a few steps of the real trainer in a new process: random texts of an exact length, random teacher
+vectors, the real student. Both figures are bytes beyond the model. Measured is the rise of resident memory over its
+value before the student was loaded, less the bytes of weights and heads (pages of a loaded file become resident only
+when they are used, so that resident memory after loading is no measure). Estimated is the plan's peak without weights
+and heads. A small step before it makes the libraries' code resident, 50 MB, which is not part of the estimate.
+glibc is set to return blocks over 64 KiB to the system when they are freed (MALLOC_MMAP_THRESHOLD_): otherwise the
+peak would include what the heap keeps, which depends on the order of frees.
 
     python -m benchmarks.plan --students MODELS_FOLDER
 """
