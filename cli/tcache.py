@@ -88,6 +88,9 @@ def build(
             if progress.phase == "reading":
                 update("reading records", progress.done, 0, "")
                 return
+            if progress.phase == "loading":
+                update("loading the teacher", 0, 0, "")
+                return
             if not announced:
                 announced = True
                 distinct = progress.cached + progress.total

@@ -72,7 +72,7 @@ def verify(cache: Path, deep: bool, every: int | None, **teacher: Any) -> None:
 
 @click.command()
 @cache_argument
-@click.option("--corpus", "paths", metavar="FILE", multiple=True, help="File with lost texts; may be repeated.")
+@click.option("--corpus", "paths", metavar="FILE", multiple=True, help="File with lost texts. Repeatable.")
 @text_key
 @common_options
 def repair(cache: Path, paths: tuple[str, ...], text_key: str) -> None:
@@ -141,8 +141,8 @@ def reindex(cache: Path) -> None:
 
 @click.command()
 @cache_argument
-@click.option("--space", "spaces", metavar="S", multiple=True, help="Space to drop; may be repeated.")
-@click.option("--corpus", "corpora", metavar="NAME", multiple=True, help="Corpus to drop; may be repeated.")
+@click.option("--space", "spaces", metavar="S", multiple=True, help="Space to drop. Repeatable.")
+@click.option("--corpus", "corpora", metavar="NAME", multiple=True, help="Corpus to drop. Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, and remove nothing.")
 @common_options
 def gc(cache: Path, spaces: tuple[str, ...], corpora: tuple[str, ...], dry_run: bool) -> None:

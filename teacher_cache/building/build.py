@@ -61,7 +61,7 @@ class Progress:
     """State of a running build, passed to the `report` callback after every batch.
 
     Attributes:
-        phase: "reading" (the corpus) or "encoding" (its missing rows).
+        phase: "reading" (the corpus), "loading" (the teacher) or "encoding" (the missing rows).
         done, total: records read (total 0 while unknown), or distinct texts encoded.
         cached: distinct texts of the corpus that had all columns before.
         tokens, tokens_per_second: encoded in this build.
@@ -176,6 +176,7 @@ def build(
         if name is None:
             name = _default_name(corpus, table)
         manifest = ingest(corpus, table, name, report)
+        report(Progress(phase="loading"))
         used = manifest.used_rows(table.rows)
         distinct = int(used.sum())
         spec = resolve_dtype(spec, (record.space for record in table.space_records().values()))
