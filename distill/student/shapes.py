@@ -1,7 +1,7 @@
-"""Models of which only the sizes are known: `shape:bert-base` in place of a model where no weights are needed.
+"""Sizes of published models: `shape:bert-base` in place of a model where no weights are needed.
 
-The sizes and dropout rates are those of the published configuration files; attention and hidden dropout are those
-the models were trained with. Pooling and position tables are the model's own too.
+Sizes and dropout rates are those of the published configuration files (attention and hidden dropout as in training),
+and so are pooling and position tables.
 """
 
 import difflib
@@ -23,10 +23,10 @@ class Shape:
 
     Attributes:
         model_type: transformers' name of the architecture.
-        values: what differs from transformers' own defaults of that architecture.
-        pooling: "mean", "cls" or "last_token", as published.
-        max_length: tokens, specials included, that texts are cut to as published.
-        hub_id: of the model, "" where several have these sizes.
+        pooling: "mean", "cls" or "last_token".
+        max_length: published maximum length in tokens, special tokens included.
+        hub_id: of the model, "" if several models have these sizes.
+        values: configuration values that differ from transformers' defaults.
     """
 
     model_type: str
@@ -37,52 +37,39 @@ class Shape:
 
     @property
     def positions(self) -> int:
-        """Longest input in tokens; RoBERTa-like tables of positions begin behind the padding id."""
+        """Longest input in tokens; position tables of RoBERTa-like models start after the padding id."""
         return int(self.values["max_position_embeddings"]) - 2 * (self.model_type in ("xlm-roberta", "mpnet"))
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees those before it alone; such models are padded on the left."""
+        """Whether a token attends to those before it only; such models are padded on the left."""
         return self.model_type == "qwen3"
 
 
+def _encoder_values(
+    vocabulary: int, width: int, layers: int, heads: int, positions: int = 512, **more: Any
+) -> dict[str, Any]:
+    """Configuration values of BERT-like encoders."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": positions,
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+        **more,
+    }
+
+
 def _bert(width: int, layers: int, heads: int, pooling: str = "mean", length: int = 512, hub_id: str = "") -> Shape:
-    return Shape(
-        "bert",
-        pooling,
-        length,
-        hub_id,
-        {
-            "vocab_size": 30522,
-            "hidden_size": width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "intermediate_size": 4 * width,
-            "max_position_embeddings": 512,
-            "hidden_dropout_prob": 0.1,
-            "attention_probs_dropout_prob": 0.1,
-        },
-    )
+    return Shape("bert", pooling, length, hub_id, _encoder_values(30522, width, layers, heads))
 
 
 def _xlm_roberta(width: int, layers: int, heads: int, positions: int, pooling: str, length: int, hub_id: str) -> Shape:
-    return Shape(
-        "xlm-roberta",
-        pooling,
-        length,
-        hub_id,
-        {
-            "vocab_size": 250002,
-            "hidden_size": width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "intermediate_size": 4 * width,
-            "max_position_embeddings": positions,
-            "type_vocab_size": 1,
-            "hidden_dropout_prob": 0.1,
-            "attention_probs_dropout_prob": 0.1,
-        },
-    )
+    values = _encoder_values(250002, width, layers, heads, positions, type_vocab_size=1)
+    return Shape("xlm-roberta", pooling, length, hub_id, values)
 
 
 def _qwen3(size: str, width: int, layers: int, heads: int, inner: int, vocabulary: int) -> Shape:
@@ -119,24 +106,10 @@ SHAPES: Mapping[str, Shape] = {
         "mean",
         384,
         "sentence-transformers/all-mpnet-base-v2",
-        {
-            "vocab_size": 30527,
-            "hidden_size": 768,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "intermediate_size": 3072,
-            "max_position_embeddings": 514,
-            "relative_attention_num_buckets": 32,
-            "hidden_dropout_prob": 0.1,
-            "attention_probs_dropout_prob": 0.1,
-        },
+        _encoder_values(30527, 768, 12, 12, 514, relative_attention_num_buckets=32),
     ),
     "multilingual-e5-small": Shape(
-        "bert",
-        "mean",
-        512,
-        "intfloat/multilingual-e5-small",
-        {**_bert(384, 12, 12).values, "vocab_size": 250037},
+        "bert", "mean", 512, "intfloat/multilingual-e5-small", _encoder_values(250037, 384, 12, 12)
     ),
     "multilingual-e5-base": _xlm_roberta(768, 12, 12, 514, "mean", 512, "intfloat/multilingual-e5-base"),
     "multilingual-e5-large": _xlm_roberta(1024, 24, 16, 514, "mean", 512, "intfloat/multilingual-e5-large"),
@@ -148,40 +121,40 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def is_shape(name: str) -> bool:
-    """Whether a model name asks for sizes alone: `shape:NAME`."""
+    """Whether a model name is `shape:NAME`."""
     return name.startswith(PREFIX)
 
 
 def shape_names() -> list[str]:
-    """What may stand behind `shape:`, sorted."""
+    """Sorted names that can follow `shape:`."""
     return sorted(SHAPES)
 
 
 def has_shape(name: str) -> bool:
-    """Whether `find_shape` knows the sizes of a name, with or without `shape:`."""
-    return _known(name) is not None
+    """Whether `find_shape` finds a name, with or without `shape:`."""
+    return _find(name) is not None
 
 
 def find_shape(name: str) -> Shape:
-    """The sizes behind `shape:NAME`, behind a plain NAME, a hub id or its last part.
+    """The sizes of `shape:NAME`, of NAME, of a hub id or of its last part.
 
     Raises:
-        StudentError: nothing is called so.
+        StudentError: unknown name.
     """
-    found = _known(name)
+    found = _find(name)
     if found is None:
         plain = name.removeprefix(PREFIX).lower()
         near = difflib.get_close_matches(plain, SHAPES, n=1, cutoff=0.5)
-        hint = f"did you mean {PREFIX}{near[0]}?" if near else f"known: {', '.join(shape_names())}"
-        raise StudentError(f"no model shape is called {name.removeprefix(PREFIX)!r}; {hint}")
+        hint = f"did you mean {PREFIX}{near[0]}?" if near else f"expected one of {', '.join(shape_names())}"
+        raise StudentError(f"unknown model shape {name.removeprefix(PREFIX)!r}; {hint}")
     return found
 
 
 def shape_config(name: str) -> "PretrainedConfig":
-    """transformers' configuration of these sizes, to build a model with random or without any weights.
+    """transformers' configuration of these sizes, to build a model with random weights or none.
 
     Raises:
-        StudentError: nothing is called so.
+        StudentError: unknown name.
     """
     from transformers import AutoConfig
 
@@ -190,7 +163,7 @@ def shape_config(name: str) -> "PretrainedConfig":
     return config
 
 
-def _known(name: str) -> Shape | None:
+def _find(name: str) -> Shape | None:
     plain = name.removeprefix(PREFIX).lower()
     by_hub = {shape.hub_id.lower(): shape for shape in SHAPES.values() if shape.hub_id}
     short = {hub_id.rpartition("/")[2]: shape for hub_id, shape in by_hub.items()}

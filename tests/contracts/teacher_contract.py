@@ -1,4 +1,4 @@
-"""What every teacher owes the cache; a back end's test inherits one of these classes."""
+"""Tests that every teacher must pass; the test of a backend inherits one of these classes."""
 
 import json
 import pickle
@@ -28,12 +28,12 @@ LONG = "the cat sat on the mat and " * 50
 
 @lru_cache(maxsize=64)
 def loaded(spec: TeacherSpec) -> Teacher:
-    """One teacher per spec for the whole session."""
+    """The teacher of a spec, loaded once per session."""
     return load_teacher(spec)
 
 
 class TeacherContract(ABC):
-    """For a teacher of any kind."""
+    """For any teacher."""
 
     tolerance = 1e-5
 
@@ -49,17 +49,17 @@ class TeacherContract(ABC):
     def changed(self, options: TeacherOptions, **change: Any) -> Teacher:
         return loaded(resolve_dtype(resolve(replace(options, **change))))
 
-    def test_vectors_are_finite_float32_of_the_promised_shape(self, teacher: Teacher) -> None:
+    def test_vectors_are_finite_float32_of_the_width_of_the_space(self, teacher: Teacher) -> None:
         vectors = teacher.encode(TEXTS)
         assert vectors.shape == (len(TEXTS), teacher.space.dims)
         assert vectors.dtype == np.float32
         assert np.isfinite(vectors).all()
 
-    def test_vectors_have_unit_length_when_the_space_says_so(self, options: TeacherOptions) -> None:
+    def test_normalized_vectors_have_unit_length(self, options: TeacherOptions) -> None:
         norms = np.linalg.norm(self.changed(options, normalize=True).encode(TEXTS), axis=1)
         np.testing.assert_allclose(norms, 1.0, atol=1e-5)
 
-    def test_without_normalisation_only_the_length_differs(self, options: TeacherOptions) -> None:
+    def test_without_normalization_only_the_length_differs(self, options: TeacherOptions) -> None:
         raw = self.changed(options, normalize=False).encode(TEXTS)
         unit = self.changed(options, normalize=True).encode(TEXTS)
         norms = np.linalg.norm(raw, axis=1, keepdims=True)
@@ -77,7 +77,7 @@ class TeacherContract(ABC):
         shuffled = teacher.encode([TEXTS[i] for i in order])
         np.testing.assert_allclose(shuffled, teacher.encode(TEXTS)[order], atol=self.tolerance)
 
-    def test_a_text_alone_is_the_text_among_others(self, teacher: Teacher) -> None:
+    def test_a_text_alone_has_the_vector_of_the_text_in_a_batch(self, teacher: Teacher) -> None:
         alone = np.concatenate([teacher.encode([text]) for text in TEXTS])
         np.testing.assert_allclose(alone, teacher.encode(TEXTS), atol=self.tolerance)
 
@@ -85,7 +85,7 @@ class TeacherContract(ABC):
         a, b = teacher.encode([TEXTS[0], TEXTS[3]])
         assert np.abs(a - b).max() > 1e-3
 
-    def test_a_cut_text_is_counted_and_equals_its_kept_part(self, options: TeacherOptions) -> None:
+    def test_a_truncated_text_is_counted_and_equals_its_kept_part(self, options: TeacherOptions) -> None:
         teacher = self.changed(options, max_length=12)
         encoded = teacher.encode_counted([TEXTS[0], LONG, LONG + "with another end"])
         assert encoded.truncated.tolist() == [False, True, True]
@@ -93,7 +93,7 @@ class TeacherContract(ABC):
         assert 0 < encoded.tokens[0] <= 12
         np.testing.assert_allclose(encoded.vectors[1], encoded.vectors[2], atol=self.tolerance)
 
-    def test_a_text_of_exactly_the_maximum_length_is_not_cut(self, options: TeacherOptions) -> None:
+    def test_a_text_of_exactly_the_maximum_length_is_not_truncated(self, options: TeacherOptions) -> None:
         length = int(self.changed(options).encode_counted([TEXTS[3]]).tokens[0])
         exact = self.changed(options, max_length=length).encode_counted([TEXTS[3]])
         shorter = self.changed(options, max_length=length - 1).encode_counted([TEXTS[3]])
@@ -109,7 +109,7 @@ class TeacherContract(ABC):
         assert encoded.tokens.tolist() == by_hand.tokens.tolist()
         np.testing.assert_allclose(encoded.vectors, by_hand.vectors, atol=self.tolerance)
 
-    def test_fewer_dims_are_a_cut_and_renormalised(self, options: TeacherOptions) -> None:
+    def test_fewer_dims_are_cut_and_renormalized(self, options: TeacherOptions) -> None:
         whole = self.changed(options, normalize=True).encode(TEXTS)
         cut = self.changed(options, normalize=True, dims=8).encode(TEXTS)
         expected = whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
@@ -120,7 +120,7 @@ class TeacherContract(ABC):
 
     cuts_to_width = True
 
-    def test_nothing_is_repaired_in_a_sound_model(self, teacher: Teacher) -> None:
+    def test_nothing_is_repaired_without_overflow(self, teacher: Teacher) -> None:
         assert not teacher.encode_counted(TEXTS).repaired.any()
 
     def test_a_spec_survives_pickle_and_gives_the_same_vectors(self, options: TeacherOptions) -> None:
@@ -129,7 +129,7 @@ class TeacherContract(ABC):
         assert copy == spec
         np.testing.assert_allclose(load_teacher(copy).encode(TEXTS), loaded(spec).encode(TEXTS), atol=1e-6)
 
-    def test_resolving_twice_gives_one_fingerprint(self, options: TeacherOptions) -> None:
+    def test_resolving_twice_gives_the_same_fingerprint(self, options: TeacherOptions) -> None:
         assert resolve(options).space.fingerprint == resolve(options).space.fingerprint
 
     @pytest.mark.parametrize(
@@ -143,15 +143,15 @@ class TeacherContract(ABC):
         base = replace(options, prompt="", pooling="mean", normalize=True)
         assert resolve(base).space.fingerprint != resolve(replace(base, **change)).space.fingerprint
 
-    def test_options_that_change_no_vector_leave_the_fingerprint(self, options: TeacherOptions) -> None:
+    def test_options_that_change_no_vector_keep_the_fingerprint(self, options: TeacherOptions) -> None:
         other = replace(options, batch_tokens=7, device="cpu")
         assert resolve(options).space.fingerprint == resolve(other).space.fingerprint
 
 
 class FolderTeacherContract(TeacherContract):
-    """For a teacher whose model lies in a local folder."""
+    """For a teacher with a model folder."""
 
-    def test_the_space_is_labelled_with_the_folders_name(self, options: TeacherOptions) -> None:
+    def test_the_space_is_labeled_with_the_folders_name(self, options: TeacherOptions) -> None:
         space = resolve(options).space
         assert space.teacher == Path(options.model).name
         assert space.revision == ""
@@ -162,7 +162,7 @@ class FolderTeacherContract(TeacherContract):
         assert space.teacher == "another-name"
         assert space.fingerprint == resolve(options).space.fingerprint
 
-    def test_a_changed_weight_byte_is_another_space(self, options: TeacherOptions, tmp_path: Path) -> None:
+    def test_a_changed_byte_of_the_weights_is_another_space(self, options: TeacherOptions, tmp_path: Path) -> None:
         copy = shutil.copytree(options.model, tmp_path / "copy")
         for weights in sorted(copy.rglob("*.safetensors")):
             before = resolve(replace(options, model=str(copy))).space
@@ -172,7 +172,7 @@ class FolderTeacherContract(TeacherContract):
             after = resolve(replace(options, model=str(copy))).space
             assert set(before.difference(after)) == {"weights"}
 
-    def test_version_stamps_are_no_part_of_the_space(self, options: TeacherOptions, tmp_path: Path) -> None:
+    def test_version_stamps_do_not_change_the_space(self, options: TeacherOptions, tmp_path: Path) -> None:
         copy = shutil.copytree(options.model, tmp_path / "copy")
         stamps = {"transformers_version": "0.0.1", "_name_or_path": "elsewhere", "dtype": "float16"}
         config = json.loads((copy / "config.json").read_text())
@@ -193,6 +193,6 @@ class FolderTeacherContract(TeacherContract):
         np.testing.assert_allclose(left, right, atol=self.tolerance)
 
     @pytest.mark.parametrize("batch_tokens", [1, 17, 100])
-    def test_the_batch_budget_changes_no_vector(self, options: TeacherOptions, batch_tokens: int) -> None:
+    def test_the_token_budget_changes_no_vector(self, options: TeacherOptions, batch_tokens: int) -> None:
         small = self.changed(options, batch_tokens=batch_tokens).encode(TEXTS)
         np.testing.assert_allclose(small, self.changed(options).encode(TEXTS), atol=self.tolerance)

@@ -41,7 +41,7 @@ def assert_vectors_are_of_the_texts(records: Batch) -> None:
     assert np.abs(records.vectors - teacher_vectors(records.texts[: len(records.rows)])).max() < 1e-3
 
 
-def test_a_record_is_a_text_with_its_own_vector(toy_cache: Path) -> None:
+def test_a_record_has_its_text_and_vector(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as cache:
         data = dataset(cache, "sentences")
         texts = varied_texts(360)
@@ -58,7 +58,7 @@ def test_a_record_is_a_text_with_its_own_vector(toy_cache: Path) -> None:
         assert data[207].rows.tolist() == data[7].rows.tolist()  # the same text again
 
 
-def test_held_out_texts_are_drawn_nowhere_and_all_others_are(toy_cache: Path) -> None:
+def test_held_out_texts_are_excluded_and_all_others_included(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as cache:
         held_out = np.array([0, 3, 39, 100, 359])  # the first three stand twice in the corpus
         data = dataset(cache, "sentences", left_out=held_out)
@@ -69,7 +69,7 @@ def test_held_out_texts_are_drawn_nowhere_and_all_others_are(toy_cache: Path) ->
         assert_vectors_are_of_the_texts(records)
 
 
-def test_a_pair_with_a_held_out_text_in_either_place_is_left_out(toy_cache: Path) -> None:
+def test_a_pair_with_a_held_out_text_is_excluded(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as cache:
         first, second = cache.corpus("pairs").rows.T
         data = dataset(cache, "pairs", pairs=True, left_out=np.sort([first[5], second[9]]))
@@ -78,7 +78,7 @@ def test_a_pair_with_a_held_out_text_in_either_place_is_left_out(toy_cache: Path
         assert not {first[5], second[9]} & set(cache.lookup(records.texts).tolist())
 
 
-def test_pairs_give_both_texts_and_the_vector_of_the_first(toy_cache: Path) -> None:
+def test_pairs_have_both_texts_and_the_vector_of_the_first(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as cache:
         texts = varied_texts(360)
         records = dataset(cache, "pairs", pairs=True).__getitems__([4, 2])
@@ -92,7 +92,7 @@ def test_pairs_of_a_corpus_with_one_column_are_refused(toy_cache: Path) -> None:
         dataset(cache, "sentences", pairs=True)
 
 
-def test_a_corpus_of_held_out_texts_alone_is_refused(toy_cache: Path) -> None:
+def test_a_corpus_with_only_held_out_texts_is_refused(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as cache:
         rows = cache.corpus("few").distinct_rows(cache.rows)
         with pytest.raises(ConfigError, match=r"none is left.*data\.held_out=0"):
@@ -100,7 +100,7 @@ def test_a_corpus_of_held_out_texts_alone_is_refused(toy_cache: Path) -> None:
 
 
 @pytest.mark.parametrize(("start", "workers"), [("fork", 2), ("spawn", 1)])  # a spawned one imports torch
-def test_loader_processes_give_what_the_main_process_gives(
+def test_loading_processes_return_the_batches_of_the_main_process(
     toy_cache: Path, tiny_student: Path, start: str, workers: int
 ) -> None:
     with TeacherCache.open(toy_cache) as cache:
@@ -130,7 +130,7 @@ def split(batch: Batch) -> tuple[list[str], list[str]]:
     return batch.texts[: len(batch.rows)], batch.texts[len(batch.rows) :]
 
 
-def test_a_shuffled_epoch_holds_every_record_that_is_not_left_out_once(toy_cache: Path) -> None:
+def test_a_shuffled_epoch_has_every_included_record_once(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as cache:
         data = dataset(cache, "pairs", pairs=True, left_out=cache.corpus("pairs").rows[7, :1])
         order = WindowedShuffle(len(data), 8, window=32)
@@ -150,7 +150,7 @@ def test_a_shuffled_epoch_holds_every_record_that_is_not_left_out_once(toy_cache
         shuffled.close()
 
 
-def test_a_pickle_is_small_and_holds_no_handle(toy_cache: Path) -> None:
+def test_a_pickle_is_small_and_has_no_open_handle(toy_cache: Path) -> None:
     with TeacherCache.open(toy_cache) as cache:
         data = dataset(cache, "sentences")
         pickled = pickle.dumps(data)
@@ -165,7 +165,7 @@ def small_cache(folder: Path, texts: Sequence[str]) -> Path:
     return folder / "cache"
 
 
-def test_a_corpus_that_was_built_anew_meanwhile_is_noticed_in_a_loader_process(tmp_path: Path) -> None:
+def test_a_corpus_that_was_built_again_is_refused_in_a_loading_process(tmp_path: Path) -> None:
     path = small_cache(tmp_path, varied_texts(20))
     with TeacherCache.open(path) as cache:
         pickled = pickle.dumps(dataset(cache, "texts"))
@@ -175,7 +175,7 @@ def test_a_corpus_that_was_built_anew_meanwhile_is_noticed_in_a_loader_process(t
         again[0]
 
 
-def test_missing_vectors_are_counted_with_the_command_that_makes_them(tmp_path: Path) -> None:
+def test_missing_vectors_are_counted_with_the_command_that_computes_them(tmp_path: Path) -> None:
     path = small_cache(tmp_path, varied_texts(20))
     (tmp_path / "more.txt").write_text("".join(f"{text}\n" for text in varied_texts(25)))
     with TeacherCache.open(path, "a") as cache:
@@ -207,18 +207,18 @@ def test_quarantined_texts_are_named_with_their_reason(tmp_path: Path) -> None:
         assert [data[place].texts[0] for place in range(len(data))] == texts[:20]
 
 
-def test_texts_that_do_not_match_their_keys_are_noticed_when_opened(
+def test_texts_that_do_not_match_their_keys_are_refused(
     toy_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(toy_cache, tmp_path / "cache")
     with TeacherCache.open(tmp_path / "cache") as cache:
-        honest = cache.texts_table.read
-        monkeypatch.setattr(cache.texts_table, "read", lambda rows: honest(rows)[::-1])
+        read = cache.texts_table.read
+        monkeypatch.setattr(cache.texts_table, "read", lambda rows: read(rows)[::-1])
         with pytest.raises(DamagedCache, match="do not match their keys"):
             dataset(cache, "sentences")
 
 
-def test_a_batch_holds_each_text_once_a_view_and_the_prompt_before_it(tiny_student: Path) -> None:
+def test_a_batch_has_each_text_once_per_view_after_the_prompt(tiny_student: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_student)
     records = Batch(
         ["cat sat", "dogs ran through town"], np.array([4, 9]), np.ones((2, 3), dtype=np.float32), np.arange(2)

@@ -1,4 +1,4 @@
-"""Internals of a model against the arithmetic of its own weights."""
+"""Internals of a model, compared with values computed from its weights."""
 
 import math
 from pathlib import Path
@@ -30,32 +30,32 @@ def heads(tensor: Tensor) -> Tensor:
 def test_attention_and_values_are_softmax_of_queries_and_keys(tiny_student: Path, attention: str) -> None:
     model = load(tiny_student, attn_implementation=attention)
     with capture_internals(model) as passes, torch.no_grad():
-        said = model(input_ids=IDS, attention_mask=MASK)
+        output = model(input_ids=IDS, attention_mask=MASK)
     (internals,) = passes
     assert internals.hidden.shape == (3, 3, 7, 16)
-    assert torch.equal(internals.hidden[-1], said.last_hidden_state)
+    assert torch.equal(internals.hidden[-1], output.last_hidden_state)
     for layer, block in enumerate(model.encoder.layer):
-        own, states = block.attention.self, internals.hidden[layer]
-        scores = heads(own.query(states)) @ heads(own.key(states)).mT / math.sqrt(8)
+        projections, states = block.attention.self, internals.hidden[layer]
+        scores = heads(projections.query(states)) @ heads(projections.key(states)).mT / math.sqrt(8)
         expected = scores.masked_fill(MASK[:, None, None] == 0, float("-inf")).softmax(-1)
         torch.testing.assert_close(internals.attention[layer], expected)
-    torch.testing.assert_close(internals.values, heads(own.value(internals.hidden[-2])))
+    torch.testing.assert_close(internals.values, heads(projections.value(internals.hidden[-2])))
 
 
-def test_mpnet_adds_its_bias_of_places(tmp_path: Path) -> None:
+def test_mpnet_adds_its_position_bias(tmp_path: Path) -> None:
     model = load(tiny_teachers.write_mpnet(tmp_path / "mpnet"))
     with capture_internals(model) as passes, torch.no_grad():
         model(input_ids=IDS, attention_mask=MASK)
     (internals,) = passes
-    own = model.encoder.layer[1].attention.attn
+    layer = model.encoder.layer[1].attention.attn
     bias = model.encoder.compute_position_bias(internals.hidden[1])
-    scores = heads(own.q(internals.hidden[1])) @ heads(own.k(internals.hidden[1])).mT / math.sqrt(8) + bias
+    scores = heads(layer.q(internals.hidden[1])) @ heads(layer.k(internals.hidden[1])).mT / math.sqrt(8) + bias
     expected = scores.masked_fill(MASK[:, None, None] == 0, float("-inf")).softmax(-1)
     torch.testing.assert_close(internals.attention[1], expected)
-    torch.testing.assert_close(internals.values, heads(own.v(internals.hidden[1])))
+    torch.testing.assert_close(internals.values, heads(projections.v(internals.hidden[1])))
 
 
-def test_gradients_reach_the_weights_through_every_part(tiny_student: Path) -> None:
+def test_gradients_flow_through_every_part(tiny_student: Path) -> None:
     model = load(tiny_student).train()
     for part in ("hidden", "attention", "values"):
         model.zero_grad()
@@ -75,7 +75,7 @@ def test_rows_sum_to_one_in_training_and_half_precision_comes_as_float32(tiny_st
     torch.testing.assert_close(passes[0].attention.sum(-1), torch.ones(2, 3, 2, 7), atol=0.02, rtol=0)
 
 
-def test_every_pass_is_collected_and_a_failed_one_is_not(tiny_student: Path) -> None:
+def test_only_completed_passes_are_collected(tiny_student: Path) -> None:
     model = load(tiny_student)
     with capture_internals(model) as passes, torch.no_grad():
         model(input_ids=IDS, attention_mask=MASK)
@@ -88,7 +88,7 @@ def test_every_pass_is_collected_and_a_failed_one_is_not(tiny_student: Path) -> 
     assert [len(one.attention) for one in passes] == [2, 2]
 
 
-def test_heads_that_share_their_values_are_refused(tmp_path: Path) -> None:
+def test_grouped_queries_are_refused(tmp_path: Path) -> None:
     model = load(tiny_teachers.write_qwen3(tmp_path / "qwen3"))
     refused = pytest.raises(NeedsNotMet, match=r"has 2 heads that share 1 values \(grouped queries\)")
     with refused, capture_internals(model), torch.no_grad():

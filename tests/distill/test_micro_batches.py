@@ -1,4 +1,4 @@
-"""Batches in pieces: the cheapest cut, and a student that says the same of them."""
+"""Micro-batches: the cheapest split, and the same states as for the padded batch."""
 
 from itertools import combinations
 from pathlib import Path
@@ -32,7 +32,7 @@ def cost(lengths: list[int], ends: tuple[int, ...], overhead: int) -> int:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8).map(sorted), st.integers(0, 60))
-def test_no_other_cut_is_cheaper(lengths: list[int], overhead: int) -> None:
+def test_no_other_split_is_cheaper(lengths: list[int], overhead: int) -> None:
     every = [
         (*inner, len(lengths)) for count in range(len(lengths)) for inner in combinations(range(1, len(lengths)), count)
     ]
@@ -49,20 +49,20 @@ def masks(lengths: list[int], side: str) -> torch.Tensor:
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.sampled_from(["left", "right"]))
-def test_every_token_is_in_one_piece(lengths: list[int], side: str) -> None:
+def test_every_token_is_in_one_micro_batch(lengths: list[int], side: str) -> None:
     mask = masks(lengths, side)
     seen = torch.zeros_like(mask)
-    for piece in micro_batches(mask):
-        part = mask[piece.rows, piece.columns]
-        assert bool((part.sum(1) == part.shape[1]).any())  # no wider than its longest
-        seen[piece.rows, piece.columns] += part
+    for part in micro_batches(mask):
+        own_mask = mask[part.rows, part.columns]
+        assert bool((own_mask.sum(1) == own_mask.shape[1]).any())  # as wide as its longest text
+        seen[part.rows, part.columns] += own_mask
     assert torch.equal(seen, mask)
 
 
-def test_a_batch_of_one_length_stays_whole() -> None:
-    (piece,) = micro_batches(masks([20] * 64, "right"))
-    assert piece.rows.tolist() == list(range(64))
-    assert piece.columns == slice(20)
+def test_a_batch_of_one_length_is_not_split() -> None:
+    (part,) = micro_batches(masks([20] * 64, "right"))
+    assert part.rows.tolist() == list(range(64))
+    assert part.columns == slice(20)
 
 
 WRITERS = {
@@ -80,7 +80,7 @@ def student(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def inputs_of(student: Student, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Six texts of 1 to 6 times a sentence."""
+    """Six texts: a sentence repeated 1 to 6 times."""
     student.tokenizer.padding_side = side
     texts = [" ".join([text] * times) for times, text in enumerate(varied_texts(6), start=1)]
     tokens = student.tokenizer(texts, padding=True, truncation=True, max_length=student.max_length, return_tensors="pt")
@@ -96,25 +96,25 @@ def differentiated(student: Student, states: torch.Tensor) -> list[torch.Tensor]
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last_token"])
-def test_a_batch_without_its_padding_says_what_the_whole_batch_says(
+def test_states_and_gradients_are_those_of_the_padded_batch(
     student: Student, side: str, recompute: bool, pooling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, mask = inputs_of(student, side)
-    asked = Student(student.encoder, student.tokenizer, pooling=pooling, max_length=student.max_length).eval()
-    options = {"position_ids": position_ids(mask)} if needs_position_ids(asked.encoder, side) else {}
-    said = asked.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, **options)
-    whole = torch.stack([pool(state, mask, pooling) for state in said.hidden_states])
+    pooled = Student(student.encoder, student.tokenizer, pooling=pooling, max_length=student.max_length).eval()
+    options = {"position_ids": position_ids(mask)} if needs_position_ids(pooled.encoder, side) else {}
+    output = pooled.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, **options)
+    whole = torch.stack([pool(state, mask, pooling) for state in output.hidden_states])
     monkeypatch.setattr("distill.student.micro_batches.CPU_OVERHEAD", 0)
     assert len(micro_batches(mask)) > 2
-    asked.recompute_micro_batches = recompute
+    pooled.recompute_micro_batches = recompute
     monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", int(mask.sum()) // 2)
-    found = asked(ids, mask)
+    found = pooled(ids, mask)
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(differentiated(asked, found), differentiated(asked, whole), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+    for gradient, expected in zip(differentiated(pooled, found), differentiated(pooled, whole), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_layer_of_a_known_encoder_sees_the_tokens_alone(student: Student) -> None:
+def test_layers_of_packable_encoders_process_only_tokens(student: Student) -> None:
     ids, mask = inputs_of(student, "right")
     seen: list[int] = []
     layer = next(module for module in student.encoder.modules() if isinstance(module, torch.nn.Linear))
@@ -126,7 +126,7 @@ def test_a_layer_of_a_known_encoder_sees_the_tokens_alone(student: Student) -> N
 
 
 @pytest.mark.parametrize("kind", sorted(POSITIONS_FROM_ZERO | POSITIONS_AFTER_PADDING))
-def test_every_known_kind_of_encoder_says_the_same_of_a_packed_batch(kind: str) -> None:
+def test_packed_states_are_those_of_the_padded_batch(kind: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     config = AutoConfig.for_model(kind, vocab_size=50, pad_token_id=1, initializer_range=0.5, **sizes)
@@ -142,7 +142,7 @@ def test_every_known_kind_of_encoder_says_the_same_of_a_packed_batch(kind: str) 
     torch.testing.assert_close(found, expected.flatten(0, 1)[packing.taken], rtol=1e-4, atol=1e-5)
 
 
-def test_a_text_without_a_token_takes_nothing_of_the_others(tmp_path: Path) -> None:
+def test_a_text_without_tokens_does_not_change_the_others(tmp_path: Path) -> None:
     student = Student.load(StudentConfig(str(write_bert(tmp_path / "bert")), pooling="cls")).eval()
     ids, mask = inputs_of(student, "right")
     mask[2] = 0
@@ -154,10 +154,8 @@ def test_a_text_without_a_token_takes_nothing_of_the_others(tmp_path: Path) -> N
             assert not torch.allclose(found[-1, 2], found[-1, row])
 
 
-def test_an_encoder_that_does_not_name_its_word_embeddings_is_asked_by_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CANINE, for one, takes embeddings but has no table of them."""
+def test_an_encoder_without_an_embedding_table_takes_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as CANINE, which takes embeddings but has no single table."""
     folder = write_mpnet(tmp_path / "mpnet")
     expected = Student.load(StudentConfig(str(folder))).eval()
 
@@ -172,15 +170,15 @@ def test_an_encoder_that_does_not_name_its_word_embeddings_is_asked_by_ids(
         torch.testing.assert_close(Student.load(StudentConfig(str(folder))).eval()(*inputs), states)
 
 
-def test_an_exported_encoder_does_not_name_the_attention_of_its_training(tmp_path: Path) -> None:
+def test_a_saved_encoder_has_no_trace_of_packing(tmp_path: Path) -> None:
     student = Student.load(StudentConfig(str(write_bert(tmp_path / "bert"))))
     assert is_packable(student.encoder)
     student.save_encoder(tmp_path / "saved")
     assert "packed" not in (tmp_path / "saved" / "config.json").read_text()
 
 
-def test_a_piece_more_has_to_pay_for_itself() -> None:
-    """Eight texts of 10 tokens beside one of 11 + the overhead's eighth: cut off only where that is worth it."""
-    worth = 10 + CPU_OVERHEAD // 8
-    assert len(micro_batches(masks([10] * 8 + [worth], "right"))) == 1
-    assert len(micro_batches(masks([10] * 8 + [worth + 1], "right"))) == 2
+def test_a_micro_batch_must_save_more_than_its_overhead() -> None:
+    """Eight texts of 10 tokens and a longer one: split only if that saves more than the overhead."""
+    longest = 10 + CPU_OVERHEAD // 8
+    assert len(micro_batches(masks([10] * 8 + [longest], "right"))) == 1
+    assert len(micro_batches(masks([10] * 8 + [longest + 1], "right"))) == 2

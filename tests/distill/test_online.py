@@ -1,4 +1,4 @@
-"""The teacher in the training loop says what the cache would have said."""
+"""The teacher in the training loop returns the output that the cache stores."""
 
 import dataclasses
 import shutil
@@ -24,13 +24,7 @@ EVERYTHING = TokenRequest(attention=(1, 2))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        "bert": tiny_teachers.write_bert(root / "tiny-bert"),
-        "mpnet": tiny_teachers.write_mpnet(root / "tiny-mpnet"),
-        "st": tiny_teachers.write_sentence_transformer(root / "tiny"),
-        "qwen3": tiny_teachers.write_qwen3(root / "tiny-qwen3"),
-    }
+    return tiny_teachers.write_models(tmp_path_factory.mktemp("models"))
 
 
 def options(model: Path | str, **more: Any) -> TeacherOptions:
@@ -42,41 +36,43 @@ def online(model: Path, *, internals: bool = True, **more: Any) -> OnlineTeacher
     return load_online_teacher(str(model), space, "cpu", EVERYTHING, internals)
 
 
-WAYS: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {},
     {"prompt": "a river ", "max_length": 8, "normalize": False},
     {"dims": 8, "padding_side": "left", "pooling": "cls"},
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["plain", "prompted", "cut"])
+@pytest.mark.parametrize("changes", OPTIONS, ids=["plain", "prompted", "cut"])
 @pytest.mark.parametrize("name", ["bert", "mpnet", "st", "qwen3"])
-def test_it_is_asked_as_the_cached_space_was(models: dict[str, Path], name: str, way: dict[str, Any]) -> None:
-    spec = resolve(options(models[name], **way))
+def test_the_online_teacher_returns_the_cached_output(
+    models: dict[str, Path], name: str, changes: dict[str, Any]
+) -> None:
+    spec = resolve(options(models[name], **changes))
     cached = load_teacher(replace(spec, request=EVERYTHING)).encode_counted(TEXTS)
     teacher = load_online_teacher(str(models[name]), spec.space, "cpu", EVERYTHING)
-    said = teacher.encode(TEXTS)
+    encoded = teacher.encode(TEXTS)
     assert teacher.space == spec.space
-    np.testing.assert_array_equal(said.vectors, cached.vectors)
-    assert said.by_token is not None
+    np.testing.assert_array_equal(encoded.vectors, cached.vectors)
+    assert encoded.by_token is not None
     assert cached.by_token is not None
-    for mine, theirs in zip(said.by_token, cached.by_token, strict=True):
+    for mine, theirs in zip(encoded.by_token, cached.by_token, strict=True):
         for field in dataclasses.fields(mine):
             np.testing.assert_array_equal(getattr(mine, field.name), getattr(theirs, field.name))
 
 
-def test_a_short_name_and_the_toy_teacher_work_too() -> None:
+def test_the_toy_teacher_works_online() -> None:
     space = resolve(TeacherOptions(model="toy", dims=12, prompt="ask ")).space
     teacher = load_online_teacher("toy", space, None, TokenRequest())
-    said = teacher.encode(["one two"])
+    encoded = teacher.encode(["one two"])
     np.testing.assert_array_equal(
-        said.vectors, load_teacher(resolve(TeacherOptions(model="toy", dims=12, prompt="ask "))).encode(["one two"])
+        encoded.vectors, load_teacher(resolve(TeacherOptions(model="toy", dims=12, prompt="ask "))).encode(["one two"])
     )
-    assert said.by_token is not None
-    assert len(said.by_token[0].states) == 3
+    assert encoded.by_token is not None
+    assert len(encoded.by_token[0].states) == 3
 
 
-def test_another_teacher_is_refused_by_the_field_that_differs(models: dict[str, Path], tmp_path: Path) -> None:
+def test_another_teacher_is_refused_with_the_field_that_differs(models: dict[str, Path], tmp_path: Path) -> None:
     space = resolve(options(models["bert"])).space
     other = tiny_teachers.write_bert(tmp_path / "other", seed=1)
     with pytest.raises(SpaceMismatch, match=r"does not match the cached space .*: weights is '.*', cached '") as caught:
@@ -91,7 +87,7 @@ def test_another_teacher_is_refused_by_the_field_that_differs(models: dict[str, 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 @pytest.mark.parametrize("teacher_side", ["left", "right"])
 @pytest.mark.parametrize("name", ["bert", "mpnet", "st"])
-def test_internals_stand_beside_the_tokens_in_the_order_of_the_texts(
+def test_internals_are_in_the_order_of_texts_and_tokens(
     models: dict[str, Path], name: str, teacher_side: str, padding_side: str
 ) -> None:
     teacher = online(models[name], padding_side=teacher_side)
@@ -115,17 +111,17 @@ def test_internals_stand_beside_the_tokens_in_the_order_of_the_texts(
             assert not tensor.transpose(0, place)[outside].any()
 
 
-def test_answers_are_constants_that_a_loss_can_use(models: dict[str, Path]) -> None:
+def test_internals_are_constants_that_a_loss_can_use(models: dict[str, Path]) -> None:
     teacher = online(models["bert"])
     weight = torch.ones(16, requires_grad=True)
     _, internals = teacher.encode_with_internals(TEXTS)
     assert not internals.hidden.requires_grad
     assert not any(tensor.is_inference() for tensor in vars(internals).values())
-    (internals.hidden * weight).sum().backward()  # what inference tensors refuse
+    (internals.hidden * weight).sum().backward()  # fails for inference tensors
     assert weight.grad is not None
 
 
-def test_autocast_of_the_student_does_not_reach_it(models: dict[str, Path]) -> None:
+def test_autocast_does_not_change_the_online_teacher(models: dict[str, Path]) -> None:
     teacher = online(models["bert"])
     plain = teacher.encode(TEXTS).vectors
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -135,7 +131,7 @@ def test_autocast_of_the_student_does_not_reach_it(models: dict[str, Path]) -> N
     torch.testing.assert_close(internals.attention, teacher.encode_with_internals(TEXTS)[1].attention, atol=0, rtol=0)
 
 
-def test_it_draws_no_random_numbers_of_the_student(models: dict[str, Path]) -> None:
+def test_the_online_teacher_draws_no_random_numbers(models: dict[str, Path]) -> None:
     teacher = online(models["bert"])
     torch.manual_seed(0)
     expected = torch.rand(3)
@@ -144,7 +140,7 @@ def test_it_draws_no_random_numbers_of_the_student(models: dict[str, Path]) -> N
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_internals_come_out_of_one_pass_or_not_at_all(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internals_need_a_single_pass(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = online(models["bert"])
     many = [f"the cat sat on {'the ' * (place % 30)}mat" for place in range(300)]
     encoded, internals = teacher.encode_with_internals(many)
@@ -159,7 +155,7 @@ def test_internals_come_out_of_one_pass_or_not_at_all(models: dict[str, Path], m
         teacher.encode_with_internals(TEXTS)
 
 
-def test_internals_that_cannot_be_had_are_refused(models: dict[str, Path]) -> None:
+def test_internals_of_other_teachers_are_refused(models: dict[str, Path]) -> None:
     toy = resolve(TeacherOptions(model="toy")).space
     with pytest.raises(NeedsNotMet, match="need a transformers model"):
         load_online_teacher("toy", toy, internals=True)

@@ -1,4 +1,4 @@
-"""Batches that are made ahead are those that are made when they are asked for, and nothing else changes."""
+"""Prefetched batches are the same as others, and prefetching changes nothing else."""
 
 import random
 import threading
@@ -38,7 +38,7 @@ def collated(batch: Batch) -> dict[str, Any]:
     return {"texts": batch.texts, "rows": batch.rows.tolist(), "vectors": torch.from_numpy(batch.vectors)}
 
 
-COLLATED: Any = collated  # torch's loader says that it gets a list
+COLLATED: Any = collated  # torch declares that it collates a list
 
 
 def order_of(data: CachedDataset, batch: int = 9, window: int = 20, seed: int = 0) -> WindowedShuffle:
@@ -92,7 +92,7 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
     ahead=st.integers(1, 5),
     drop_last=st.booleans(),
 )
-def test_batches_made_ahead_are_the_same_in_the_same_order(
+def test_prefetched_batches_are_the_same_in_the_same_order(
     few: CachedDataset, seed: int, batch: int, window: int, ahead: int, drop_last: bool
 ) -> None:
     order = order_of(few, batch, batch + window, seed)
@@ -102,16 +102,14 @@ def test_batches_made_ahead_are_the_same_in_the_same_order(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_loading_processes_give_the_same_batches_as_the_thread(few: CachedDataset, workers: int) -> None:
+def test_loading_processes_return_the_same_batches_as_the_thread(few: CachedDataset, workers: int) -> None:
     order = order_of(few)
     found = epochs(prefetched(few, order), 2)
     assert_equal(epochs(plain(few, order, workers), 2), found)
 
 
 @pytest.mark.parametrize("skipped", [1, 4, 6])
-def test_a_loader_that_skips_batches_goes_on_with_the_next_one_and_into_the_next_epoch(
-    few: CachedDataset, skipped: int
-) -> None:
+def test_a_loader_that_skips_batches_continues_into_the_next_epoch(few: CachedDataset, skipped: int) -> None:
     order = order_of(few)
     expected = epochs(plain(few, order), 2)
     loader = prefetched(few, order)
@@ -124,7 +122,7 @@ def test_a_loader_that_skips_batches_goes_on_with_the_next_one_and_into_the_next
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_batch_can_be_asked_for(few: CachedDataset, data: st.DataObject) -> None:
+def test_any_batch_can_be_requested(few: CachedDataset, data: st.DataObject) -> None:
     order = order_of(few)
     sampler = StreamingSampler(order)
     batches = PrefetchedBatches(ShuffledDataset(few, order), collated, sampler.following, 2)
@@ -140,14 +138,14 @@ def _batches(sampler: StreamingSampler, epoch: int) -> list[list[int]]:
     return list(sampler)
 
 
-def test_the_sampler_foresees_what_it_hands_out(few: CachedDataset) -> None:
+def test_the_sampler_predicts_the_following_batches(few: CachedDataset) -> None:
     for drop_last in (False, True):
         sampler = StreamingSampler(order_of(few), drop_last=drop_last)
-        handed_out = [batch for epoch in range(3) for batch in _batches(sampler, epoch)]
-        assert [sampler.following(batch) for batch in handed_out[:-1]] == handed_out[1:]
+        yielded = [batch for epoch in range(3) for batch in _batches(sampler, epoch)]
+        assert [sampler.following(batch) for batch in yielded[:-1]] == yielded[1:]
 
 
-def test_the_sampler_counts_only_batches_that_were_handed_out(few: CachedDataset) -> None:
+def test_the_sampler_counts_only_yielded_batches(few: CachedDataset) -> None:
     loader = prefetched(few, order_of(few), ahead=4)
     sampler: Any = loader.batch_sampler
     iterator = iter(loader)
@@ -156,7 +154,7 @@ def test_the_sampler_counts_only_batches_that_were_handed_out(few: CachedDataset
     close(loader)
 
 
-def test_no_more_than_asked_for_is_made_ahead(few: CachedDataset) -> None:
+def test_at_most_the_given_number_of_batches_is_prefetched(few: CachedDataset) -> None:
     made: list[int] = []
 
     def counting(batch: Batch) -> int:
@@ -169,7 +167,7 @@ def test_no_more_than_asked_for_is_made_ahead(few: CachedDataset) -> None:
     close(loader)
 
 
-def test_what_fails_in_the_thread_is_raised_by_its_type_when_its_batch_is_asked_for(few: CachedDataset) -> None:
+def test_an_error_in_the_thread_is_raised_when_its_batch_is_requested(few: CachedDataset) -> None:
     made = 0
 
     def third_fails(batch: Batch) -> dict[str, Any]:
@@ -189,7 +187,7 @@ def test_what_fails_in_the_thread_is_raised_by_its_type_when_its_batch_is_asked_
     assert not reading_threads()
 
 
-def test_random_numbers_of_the_training_are_untouched(few: CachedDataset) -> None:
+def test_prefetching_draws_no_random_numbers(few: CachedDataset) -> None:
     def draws(loader: DataLoader[Any]) -> list[tuple[float, float, float]]:
         torch.manual_seed(3)
         np.random.seed(3)
@@ -202,7 +200,7 @@ def test_random_numbers_of_the_training_are_untouched(few: CachedDataset) -> Non
 
 
 @pytest.mark.parametrize("how", [Stopped, KeyboardInterrupt, None])
-def test_no_thread_is_left_however_training_ends(
+def test_no_thread_remains_after_training(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, how: type[BaseException] | None
 ) -> None:
     def report(progress: Any) -> None:
@@ -219,7 +217,7 @@ def test_no_thread_is_left_however_training_ends(
     assert not reading_threads()
 
 
-def test_training_whose_batch_fails_raises_that_error_and_leaves_no_thread(
+def test_training_raises_the_error_of_a_batch_and_ends_the_thread(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
     made = parts(tiny_config(toy_cache, tiny_student, tmp_path))
@@ -241,28 +239,26 @@ def test_training_whose_batch_fails_raises_that_error_and_leaves_no_thread(
     assert not reading_threads()
 
 
-def test_batches_are_made_in_a_thread_unless_processes_load_or_the_teacher_is_asked(
+def test_batches_are_prefetched_without_loading_processes_and_online_teacher(
     toy_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
-    def made_ahead(trainer: DistillTrainer) -> bool:
+    def prefetches(trainer: DistillTrainer) -> bool:
         return isinstance(trainer.get_train_dataloader().dataset, PrefetchedBatches)
 
-    assert made_ahead(parts(tiny_config(toy_cache, tiny_student, tmp_path)).trainer())
+    assert prefetches(parts(tiny_config(toy_cache, tiny_student, tmp_path)).trainer())
     workers = "training.dataloader_num_workers=1"
-    assert not made_ahead(parts(tiny_config(toy_cache, tiny_student, tmp_path, workers)).trainer())
+    assert not prefetches(parts(tiny_config(toy_cache, tiny_student, tmp_path, workers)).trainer())
     online = ("teacher.mode=online", "teacher.model=toy")
-    assert not made_ahead(parts(tiny_config(toy_cache, tiny_student, tmp_path, *online)).trainer())
+    assert not prefetches(parts(tiny_config(toy_cache, tiny_student, tmp_path, *online)).trainer())
 
 
-def test_micro_batches_of_a_step_are_all_made_ahead(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+def test_all_batches_of_an_accumulated_step_are_prefetched(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     config = tiny_config(toy_cache, tiny_student, tmp_path, "training.gradient_accumulation_steps=3")
     loader: Any = parts(config).trainer().get_train_dataloader()
     assert loader.dataset.ahead == 4
 
 
-def test_a_batch_made_ahead_leaves_the_students_tokenizer_alone(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_collating_does_not_change_the_students_tokenizer(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     made = parts(tiny_config(toy_cache, tiny_student, tmp_path, "student.max_length=5"))
     mine: Any = made.student.tokenizer
     mine(["a"], truncation=True, max_length=11)
@@ -271,9 +267,7 @@ def test_a_batch_made_ahead_leaves_the_students_tokenizer_alone(
     assert mine.backend_tokenizer.truncation["max_length"] == 11
 
 
-def test_the_share_of_waiting_is_of_the_whole_time_of_the_steps(
-    toy_cache: Path, tiny_student: Path, tmp_path: Path
-) -> None:
+def test_the_wait_share_is_relative_to_the_whole_step_time(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     trainer = parts(tiny_config(toy_cache, tiny_student, tmp_path)).trainer(report=stop_at(-1))
     trainer.train()
     timed = [(9.0, 9.0), (1.0, 0.5), (2.0, 1.0), (3.0, 1.0)]  # computing, waiting

@@ -30,7 +30,7 @@ def test_every_position_of_an_epoch_comes_once_in_order(order: WindowedShuffle, 
 
 
 @given(orders(), st.integers(0, 3), st.data())
-def test_a_loaded_state_goes_on_with_the_next_batch(order: WindowedShuffle, epoch: int, data: st.DataObject) -> None:
+def test_a_loaded_state_resumes_at_the_next_batch(order: WindowedShuffle, epoch: int, data: st.DataObject) -> None:
     running = StreamingSampler(order)
     running.set_epoch(epoch)
     whole = list(running)
@@ -41,12 +41,12 @@ def test_a_loaded_state_goes_on_with_the_next_batch(order: WindowedShuffle, epoc
     resumed = StreamingSampler(order)
     resumed.load_state_dict(running.state_dict() if taken else {"epoch": epoch, "position": 0})
     assert resumed.state_dict() == {"epoch": epoch, "position": taken}
-    resumed.set_epoch(epoch)  # what a training loop says at the start of an epoch
+    resumed.set_epoch(epoch)  # as a training loop does at the start of an epoch
     assert begun + list(resumed) == whole
-    assert list(resumed) == whole  # once is enough: the next pass is a whole one
+    assert list(resumed) == whole  # only the first pass resumes
 
 
-def test_a_new_epoch_begins_at_its_start_whatever_was_loaded() -> None:
+def test_a_new_epoch_starts_at_its_first_batch() -> None:
     sampler = StreamingSampler(WindowedShuffle(100, 10, window=64))
     sampler.load_state_dict({"epoch": 1, "position": 4})
     sampler.set_epoch(2)

@@ -17,12 +17,12 @@ TEXTS = ["the cat sat", "a river ran through the old town and the sea", "dogs", 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pads on the left, in which positions have to be told."""
+    """A model that pads on the left and needs position ids."""
     return tiny_teachers.write_qwen3(tmp_path_factory.mktemp("models") / "tiny-qwen3")
 
 
 def states_by_hand(student: Student, texts: list[str]) -> list[torch.Tensor]:
-    """Per layer `(n, d)`: each text alone, without padding, pooled over its own tokens."""
+    """Per layer `(n, d)` states of each text, encoded without padding and pooled."""
     layers: list[list[torch.Tensor]] = []
     encoder: Any = student.encoder
     for text in texts:
@@ -37,7 +37,7 @@ def states_by_hand(student: Student, texts: list[str]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last_token"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["bert", "qwen"])
-def test_every_layer_is_pooled_over_a_texts_own_tokens(
+def test_every_layer_is_pooled_over_the_tokens_of_each_text(
     tiny_student: Path, qwen: Path, kind: str, side: str, pooling: str
 ) -> None:
     model = tiny_student if kind == "bert" else qwen
@@ -54,12 +54,12 @@ def test_every_layer_is_pooled_over_a_texts_own_tokens(
     assert np.allclose(student.encode(TEXTS), layers[-1].numpy(), atol=1e-5)
 
 
-def test_the_shape_tells_width_layers_and_pooling(tiny_student: Path) -> None:
+def test_the_shape_has_width_layers_and_pooling(tiny_student: Path) -> None:
     shape = Student.load(StudentConfig(model=str(tiny_student), pooling="cls")).shape
     assert (shape.dim, shape.layers, shape.pooling) == (16, 2, "cls")
 
 
-def test_a_student_comes_in_float32_ready_to_train(tiny_student: Path) -> None:
+def test_a_student_loads_in_float32_and_training_mode(tiny_student: Path) -> None:
     student = Student.load(StudentConfig(model=str(tiny_student)))
     assert student.training
     assert student.encoder.training
@@ -68,7 +68,7 @@ def test_a_student_comes_in_float32_ready_to_train(tiny_student: Path) -> None:
     assert not any("pooler" in name for name, _ in student.named_parameters())
 
 
-def test_encoding_has_no_dropout_and_leaves_the_mode_as_it_was(tiny_student: Path) -> None:
+def test_encoding_has_no_dropout_and_restores_the_mode(tiny_student: Path) -> None:
     student = Student.load(StudentConfig(model=str(tiny_student)))
     assert np.array_equal(student.encode(TEXTS), student.encode(TEXTS))
     assert student.training
@@ -90,7 +90,7 @@ def test_the_prompt_is_part_of_every_text(tiny_student: Path) -> None:
     assert np.allclose(prompted.encode(["town"]), plain.encode(["the old town"]), atol=1e-6)
 
 
-def test_encode_is_what_sentence_transformers_gives(minilm: Path) -> None:
+def test_encode_equals_sentence_transformers(minilm: Path) -> None:
     from sentence_transformers import SentenceTransformer
 
     texts = ["A cat sat on the mat.", "Rivers run through old towns. " * 60, "Ärger über Öl", "x"]
@@ -101,7 +101,7 @@ def test_encode_is_what_sentence_transformers_gives(minilm: Path) -> None:
     assert np.abs(ours - model.encode(texts, show_progress_bar=False)).max() < 1e-5
 
 
-def test_the_length_is_the_folders_but_at_most_256_unless_more_is_asked_for(tiny_student: Path, tmp_path: Path) -> None:
+def test_the_default_length_is_the_folders_and_at_most_256(tiny_student: Path, tmp_path: Path) -> None:
     long = tiny_teachers.write_qwen3(tmp_path / "long")
     tiny_teachers.edit_json(long / "config.json", max_position_embeddings=4096)
     assert Student.load(StudentConfig(model=str(tiny_student))).max_length == 64
@@ -117,7 +117,7 @@ def one_line(config: StudentConfig) -> str:
     return str(error.value)
 
 
-def test_a_folder_that_is_no_model_is_refused_in_one_line(tiny_student: Path, tmp_path: Path) -> None:
+def test_an_invalid_student_is_refused_in_one_line(tiny_student: Path, tmp_path: Path) -> None:
     assert "student.model" in one_line(StudentConfig())
     (tmp_path / "notes").mkdir()
     assert "no model in" in one_line(StudentConfig(model=str(tmp_path / "notes")))
@@ -126,7 +126,7 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(tiny_student: Path, tm
     assert "pooling" in one_line(StudentConfig(model=str(tiny_student), pooling="average"))
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(tiny_student: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_some_weights_is_refused(tiny_student: Path, tmp_path: Path) -> None:
     import shutil
 
     shutil.copytree(tiny_student, tmp_path / "cut")
@@ -158,9 +158,9 @@ def test_attention_maps_survive_activation_checkpointing(tiny_student: Path) -> 
                     module.p = 0.0
         tokens = student.tokenizer(["the cat sat on the old mat", "dogs"], padding=True, return_tensors="pt")
         special = torch.zeros_like(tokens["input_ids"], dtype=torch.bool)
-        _, said = student.forward_tokens(tokens["input_ids"], tokens["attention_mask"], special, needs)
-        assert said.attention is not None
-        said.attention.square().sum().backward()
+        _, states = student.forward_tokens(tokens["input_ids"], tokens["attention_mask"], special, needs)
+        assert states.attention is not None
+        states.attention.square().sum().backward()
         return [p.grad for p in student.parameters() if p.grad is not None]
 
     for plain, checkpointed in zip(gradients(False), gradients(True), strict=True):

@@ -1,4 +1,4 @@
-"""Looking into models while they run: numbers untouched, maps those of eager attention, and nothing left behind."""
+"""Recording attention: outputs and maps are those of eager attention, and nothing remains afterwards."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def run(model: Any, **options: Any) -> Any:
     return model(input_ids=IDS, attention_mask=MASK, **options)
 
 
-class Seen:
+class Recorded:
     def __init__(self) -> None:
         self.layers: list[int] = []
         self.maps: list[Tensor] = []
@@ -71,18 +71,18 @@ def test_maps_are_those_of_eager_attention(name: str) -> None:
     model = tiny(name).eval()
     expected = run(model, output_attentions=True)
     make_recordable(model)
-    seen = Seen()
-    with record_forward(model, on_attention=seen):
-        said = run(model)
-    assert torch.equal(said[0], expected[0])
-    assert seen.layers == [1, 2, 3]
-    for mine, theirs in zip(seen.maps, expected.attentions, strict=True):
+    recorded = Recorded()
+    with record_forward(model, on_attention=recorded):
+        output = run(model)
+    assert torch.equal(output[0], expected[0])
+    assert recorded.layers == [1, 2, 3]
+    for mine, theirs in zip(recorded.maps, expected.attentions, strict=True):
         assert torch.equal(mine, theirs)
-    assert {tuple(values.shape) for values in seen.values} == {(3, 1 if name in GROUPED else 2, 9, 8)}
+    assert {tuple(values.shape) for values in recorded.values} == {(3, 1 if name in GROUPED else 2, 9, 8)}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_goes_on_as_under_eager_attention_but_maps_are_before_dropout(name: str) -> None:
+def test_training_is_that_of_eager_attention_and_maps_are_before_dropout(name: str) -> None:
     dropout = {"Qwen3": "attention_dropout", "Mistral": "attention_dropout", "ModernBert": "attention_dropout"}
     dropout["DistilBert"] = "attention_dropout"
     model = tiny(name, **{dropout.get(name, "attention_probs_dropout_prob"): 0.5}).train()
@@ -90,37 +90,40 @@ def test_training_goes_on_as_under_eager_attention_but_maps_are_before_dropout(n
     (gradient,) = torch.autograd.grad(expected[0].square().sum(), [model.get_input_embeddings().weight])
     assert (expected.attentions[0].sum(-1) - 1).abs().max() > 0.1
     make_recordable(model)
-    seen = Seen()
-    with record_forward(model, on_attention=seen):
-        said = run(model)
-    assert torch.equal(said[0], expected[0])
-    (same,) = torch.autograd.grad(said[0].square().sum(), [model.get_input_embeddings().weight])
+    recorded = Recorded()
+    with record_forward(model, on_attention=recorded):
+        output = run(model)
+    assert torch.equal(output[0], expected[0])
+    (same,) = torch.autograd.grad(output[0].square().sum(), [model.get_input_embeddings().weight])
     torch.testing.assert_close(same, gradient)
-    for maps in seen.maps:
+    for maps in recorded.maps:
         torch.testing.assert_close(maps.sum(-1), torch.ones(3, 2, 9))
         assert maps.requires_grad
 
 
-def test_outside_the_context_nothing_is_seen_and_nothing_is_left() -> None:
+def test_nothing_is_recorded_or_left_outside_the_context() -> None:
     for name in ("Bert", "MPNet"):
         model = tiny(name).eval()
         make_recordable(model)
-        seen = Seen()
-        with pytest.raises(ZeroDivisionError), record_forward(model, on_attention=seen, on_output=lambda said: 1 / 0):
+        recorded = Recorded()
+        with (
+            pytest.raises(ZeroDivisionError),
+            record_forward(model, on_attention=recorded, on_output=lambda _: 1 / 0),
+        ):
             run(model)
-        seen.layers.clear()
+        recorded.layers.clear()
         run(model)
-        assert seen.layers == []
+        assert recorded.layers == []
         assert "forward" not in vars(model)
         assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("name", ["Bert", "MPNet"])
-def test_contexts_stand_in_each_other_and_models_beside_each_other(name: str) -> None:
+def test_contexts_can_be_nested_and_models_recorded_together(name: str) -> None:
     one, other = tiny(name).eval(), tiny(name).eval()
     for model in (one, other):
         make_recordable(model)
-    outer, inner, beside = Seen(), Seen(), Seen()
+    outer, inner, beside = Recorded(), Recorded(), Recorded()
     with record_forward(other, on_attention=beside), record_forward(one, on_attention=outer):
         with record_forward(one, on_attention=inner):
             run(one)
@@ -128,7 +131,7 @@ def test_contexts_stand_in_each_other_and_models_beside_each_other(name: str) ->
     assert (outer.layers, inner.layers, beside.layers) == ([1, 2, 3] * 2, [1, 2, 3], [])
 
 
-def test_the_whole_output_is_seen_with_the_options_given_even_past_hooks() -> None:
+def test_the_output_is_recorded_with_the_given_arguments_without_hooks() -> None:
     model = tiny("Bert", "sdpa").eval()
     found: list[Any] = []
     with record_forward(model, on_output=found.append, output_hidden_states=True):
@@ -140,7 +143,7 @@ def test_the_whole_output_is_seen_with_the_options_given_even_past_hooks() -> No
 def test_maps_survive_activation_checkpointing() -> None:
     model = tiny("Bert").train()
     make_recordable(model)
-    plain, again = Seen(), Seen()
+    plain, again = Recorded(), Recorded()
     with record_forward(model, on_attention=plain):
         run(model)
     torch.stack(plain.maps).square().sum().backward()
@@ -148,13 +151,13 @@ def test_maps_survive_activation_checkpointing() -> None:
     model.zero_grad()
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     with record_forward(model, on_attention=again):
-        said = run(model)
-    (torch.stack(again.maps).square().sum() + 0 * said[0].sum()).backward()
+        output = run(model)
+    (torch.stack(again.maps).square().sum() + 0 * output[0].sum()).backward()
     torch.testing.assert_close(model.embeddings.word_embeddings.weight.grad, expected)
     assert again.layers == [1, 2, 3]
 
 
-def test_a_saved_model_knows_nothing_of_it(tmp_path: Any) -> None:
+def test_a_saved_model_has_no_trace_of_recording(tmp_path: Any) -> None:
     model = tiny("Bert")
     make_recordable(model)
     make_recordable(model)
@@ -162,18 +165,18 @@ def test_a_saved_model_knows_nothing_of_it(tmp_path: Any) -> None:
     assert "recorded" not in (tmp_path / "config.json").read_text()
 
 
-def test_a_model_of_other_attention_is_refused() -> None:
+def test_a_model_with_custom_attention_is_refused() -> None:
     config = transformers.DebertaV2Config(**SIZES)
     with pytest.raises(TeacherError, match="the attention of DebertaV2Model cannot be recorded"):
         make_recordable(AutoModel.from_config(config))
 
 
-def test_a_layer_that_stays_unseen_is_an_error() -> None:
+def test_a_layer_that_is_not_recorded_is_an_error() -> None:
     model = tiny("Bert").eval()
     make_recordable(model)
     del model.encoder.layer[2]
     with (
         pytest.raises(TeacherError, match="maps of 2 layers, expected those of its 3"),
-        record_forward(model, on_attention=Seen()),
+        record_forward(model, on_attention=Recorded()),
     ):
         run(model)

@@ -1,4 +1,4 @@
-"""bfloat16 on a processor: where it rounds, where it does not, and how near it stays to float32."""
+"""bfloat16 on a CPU: which layers are rounded, and how close vectors are to float32."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +19,12 @@ from tests.teacher_cache.tiny_teachers import write_bert, write_mpnet, write_qwe
 CPU = torch.device("cpu")
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "a", "river", "ran", "through", "old", "town", "sea", "dogs"]
 TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, 2 + i % 18)) for i in range(100)]
-# Of one rounding to bfloat16, relative.
+# Relative error of rounding to bfloat16.
 ROUNDING = 2.0**-8
 
 
 @pytest.fixture(params=["oneDNN", "torch"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setattr(linear, "_ONEDNN_BFLOAT16", None)
     elif linear._ONEDNN_BFLOAT16 is None:
@@ -32,9 +32,9 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return str(request.param)
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("backend")
 @torch.inference_mode()
-def test_a_layer_multiplies_rounded_numbers_and_says_float32() -> None:
+def test_a_layer_multiplies_rounded_numbers_and_returns_float32() -> None:
     torch.manual_seed(0)
     exact = nn.Linear(24, 40)
     network = nn.Sequential(exact)
@@ -47,19 +47,19 @@ def test_a_layer_multiplies_rounded_numbers_and_says_float32() -> None:
     assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("backend")
 @torch.inference_mode()
-def test_a_block_with_its_activation_in_the_layer_says_what_the_two_say(tmp_path: Path) -> None:
+def test_a_layer_with_its_activation_equals_the_two(tmp_path: Path) -> None:
     folder = write_bert(tmp_path)
     exact = load_encoder(folder, torch.float32, CPU, TeacherOptions(model=str(folder)))
     rounded = load_encoder(folder, torch.bfloat16, CPU, TeacherOptions(model=str(folder)))
     states = torch.randn(4, 16)
     expected, found = (network.encoder.layer[0].intermediate(states) for network in (exact, rounded))
-    assert found.dtype == torch.bfloat16  # what follows is a layer, which would round it
+    assert found.dtype == torch.bfloat16  # the next layer would round it
     assert (found - expected).abs().max() <= 4 * ROUNDING * expected.abs().max()
 
 
-def test_only_layers_are_rounded(tmp_path: Path) -> None:
+def test_only_linear_layers_are_rounded(tmp_path: Path) -> None:
     folder = write_xlm_roberta(tmp_path)
     exact = load_encoder(folder, torch.float32, CPU, TeacherOptions(model=str(folder)))
     rounded = load_encoder(folder, torch.bfloat16, CPU, TeacherOptions(model=str(folder)))
@@ -74,9 +74,9 @@ def test_only_layers_are_rounded(tmp_path: Path) -> None:
     assert layers
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("write", [write_bert, write_xlm_roberta, write_mpnet, write_qwen3])
-def test_vectors_are_nearer_to_float32_than_those_of_a_model_that_is_rounded_throughout(
+def test_vectors_are_closer_to_float32_than_those_of_a_bfloat16_model(
     tmp_path: Path, write: Callable[..., Path]
 ) -> None:
     folder = str(write(tmp_path, seed=2))
@@ -90,14 +90,14 @@ def test_vectors_are_nearer_to_float32_than_those_of_a_model_that_is_rounded_thr
     assert 0 < errors[0] < errors[1]
 
 
-def test_a_model_without_such_layers_is_rounded_throughout() -> None:
+def test_a_model_without_linear_layers_is_rounded_throughout() -> None:
     network = GPT2Model(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20, n_positions=16))
     use_bfloat16(network)
     assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
 
 
 @torch.inference_mode()
-def test_a_weight_that_an_embedding_shares_is_rounded_for_the_layer_alone() -> None:
+def test_a_weight_shared_with_an_embedding_is_rounded_for_the_layer_only() -> None:
     embedding, layer = nn.Embedding(7, 16), nn.Linear(16, 7, bias=False)
     layer.weight = embedding.weight
     table = embedding.weight.detach().clone()

@@ -7,7 +7,7 @@ from teacher_cache.teachers.settings import POOLINGS
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_every_family_is_whole(name: str) -> None:
+def test_every_family_is_complete(name: str) -> None:
     family = FAMILIES[name]
     owner, _, model = family.hub_id.partition("/")
     assert owner
@@ -32,11 +32,11 @@ def test_a_family_is_found_by_name_and_by_hub_id(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", ["someone/bge-m3", "bge", "", "bge-m3-finetuned"])
-def test_another_owners_model_is_no_member(label: str) -> None:
+def test_a_model_of_another_owner_is_not_in_the_family(label: str) -> None:
     assert find_family(label) is None
 
 
-def test_the_prompts_are_those_of_the_model_cards() -> None:
+def test_prompts_are_those_of_the_model_cards() -> None:
     assert FAMILIES["multilingual-e5-small"].prompts == {"query": "query: ", "passage": "passage: "}
     assert FAMILIES["qwen3-embedding-0.6b"].prompts["query"] == (
         "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
@@ -46,12 +46,12 @@ def test_the_prompts_are_those_of_the_model_cards() -> None:
     assert not FAMILIES["mxbai-embed-large-v1"].normalize
 
 
-def test_only_models_trained_with_a_prompt_on_every_text_demand_one() -> None:
+def test_only_models_trained_with_a_prompt_on_every_text_require_one() -> None:
     demanding = {name for name, family in FAMILIES.items() if family.prompt_required}
     assert demanding == {name for name in FAMILIES if "e5-" in name}
 
 
-def test_a_misspelt_name_finds_its_neighbours() -> None:
+def test_a_misspelled_name_finds_similar_names() -> None:
     assert similar_names("bge-m4")[0] == "bge-m3"
     assert similar_names("Qwen/Qwen3-Embeding-4B")[0] == "qwen3-embedding-4b"
     assert similar_names("zzzzzzzzzzzzzz") == []

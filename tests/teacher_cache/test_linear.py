@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN: the same numbers, and only where they are its business."""
+"""Linear layers by oneDNN: the numbers of torch, for dense float32 on a CPU only."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ pytestmark = pytest.mark.skipif(linear.ONEDNN_LINEAR is None, reason="torch was 
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the states that oneDNN was given."""
+    """Shapes of the inputs that oneDNN multiplied."""
     given: list[tuple[int, ...]] = []
     multiply = linear.ONEDNN_LINEAR
 
-    def watched(states: torch.Tensor, *others: Any) -> Any:
+    def recorded(states: torch.Tensor, *others: Any) -> Any:
         given.append(tuple(states.shape))
         return multiply(states, *others)
 
-    monkeypatch.setattr(linear, "ONEDNN_LINEAR", watched)
+    monkeypatch.setattr(linear, "ONEDNN_LINEAR", recorded)
     return given
 
 
@@ -33,7 +33,7 @@ def made(bias: bool = True) -> torch.nn.Linear:
 @pytest.mark.parametrize("shape", [(7, 24), (3, 5, 24), (24,)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gradients", [True, False])
-def test_a_layer_gives_the_same_numbers(
+def test_a_layer_returns_the_same_numbers(
     shape: tuple[int, ...], bias: bool, gradients: bool, shapes: list[tuple[int, ...]]
 ) -> None:
     layer, states = made(bias), torch.randn(shape)
@@ -45,13 +45,13 @@ def test_a_layer_gives_the_same_numbers(
     assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
-def test_transposed_states_are_understood() -> None:
+def test_transposed_states_work() -> None:
     layer, states = made(), torch.randn(24, 6).T
     torch.testing.assert_close(layer(states), states @ layer.weight.T + layer.bias)
 
 
 @pytest.mark.parametrize("shape", [(7, 24), (3, 5, 24), (24,)])
-def test_gradients_are_those_of_torch_also_of_the_second_order(
+def test_first_and_second_order_gradients_are_those_of_torch(
     shape: tuple[int, ...], shapes: list[tuple[int, ...]]
 ) -> None:
     states = torch.randn(shape, requires_grad=True)
@@ -79,7 +79,7 @@ def test_a_frozen_weight_has_no_gradient(shapes: list[tuple[int, ...]]) -> None:
     assert shapes == [(7, 24), (7, 40)]
 
 
-def test_other_precisions_autocast_subclasses_devices_and_nothing_are_left_to_torch(
+def test_other_dtypes_autocast_subclasses_devices_and_empty_inputs_use_torch(
     shapes: list[tuple[int, ...]],
 ) -> None:
     class Own(torch.Tensor):
@@ -98,7 +98,7 @@ def test_other_precisions_autocast_subclasses_devices_and_nothing_are_left_to_to
     assert not shapes
 
 
-def test_layers_of_another_class_are_left_alone() -> None:
+def test_layers_of_another_class_are_unchanged() -> None:
     class Own(torch.nn.Linear):
         pass
 

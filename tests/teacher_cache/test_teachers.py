@@ -1,4 +1,4 @@
-"""Teachers: what they resolve to, and what they say."""
+"""Teachers: resolving, loading, encoding, and the dtype "auto"."""
 
 import importlib.util
 import os
@@ -43,13 +43,8 @@ ROOT = Path(__file__).parents[2]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny model folders by name."""
     root = tmp_path_factory.mktemp("models")
-    return {
-        "bert": tiny_teachers.write_bert(root / "tiny-bert"),
-        "xlm-roberta": tiny_teachers.write_xlm_roberta(root / "tiny-xlm-roberta"),
-        "qwen3": tiny_teachers.write_qwen3(root / "tiny-qwen3"),
-        "st": tiny_teachers.write_sentence_transformer(root / "tiny"),
-        "st-no-prompt": tiny_teachers.write_sentence_transformer(root / "tiny2", include_prompt=False),
-    }
+    no_prompt = tiny_teachers.write_sentence_transformer(root / "tiny2", include_prompt=False)
+    return tiny_teachers.write_models(root) | {"st-no-prompt": no_prompt}
 
 
 def in_float32(model: Path | str, **more: Any) -> TeacherOptions:
@@ -67,7 +62,7 @@ class TestToy(TeacherContract):
     def options(self) -> TeacherOptions:
         return TeacherOptions(model="toy")
 
-    def test_it_needs_no_probe_and_no_files(self, options: TeacherOptions) -> None:
+    def test_it_resolves_without_files_and_without_measuring(self, options: TeacherOptions) -> None:
         spec = resolve(options)
         assert spec.folder is None
         assert spec.space.dtype == "float32"
@@ -81,7 +76,7 @@ class TestToy(TeacherContract):
         np.testing.assert_allclose(first, [0.25237024, -0.24647467, 0.02048488], atol=1e-6)
 
     @given(st.lists(st.text(alphabet=st.characters(codec="utf-8"), max_size=20), unique=True, max_size=8))
-    def test_different_texts_never_share_a_vector(self, texts: list[str]) -> None:
+    def test_different_texts_have_different_vectors(self, texts: list[str]) -> None:
         vectors = loaded(resolve(TeacherOptions(model="toy"))).encode(texts)
         assert len(np.unique(vectors, axis=0)) == len(texts)
 
@@ -93,7 +88,7 @@ class TestToy(TeacherContract):
         with pytest.raises(TeacherError, match="toy teacher"):
             resolve(replace(options, **change))
 
-    def test_it_answers_to_no_other_name(self) -> None:
+    def test_another_model_name_is_refused(self) -> None:
         with pytest.raises(TeacherError, match="'bge-m3'"):
             resolve(TeacherOptions(model="bge-m3", backend="toy"))
 
@@ -134,7 +129,7 @@ class TestPooling:
             ("last_token", [[3.0, 4.0], [11.0, 12.0]]),
         ],
     )
-    def test_it_reads_only_the_positions_of_the_mask_on_either_side(
+    def test_it_reads_only_unmasked_positions_with_padding_on_either_side(
         self, how: str, expected: list[list[float]]
     ) -> None:
         hidden = self.HIDDEN.clone()
@@ -152,7 +147,7 @@ class TestPooling:
 
 
 class TestAgainstTheLibraries:
-    def test_mini_lm_gives_the_vectors_of_sentence_transformers(self) -> None:
+    def test_minilm_has_the_vectors_of_sentence_transformers(self) -> None:
         from sentence_transformers import SentenceTransformer
 
         library = SentenceTransformer(str(MINI_LM), device="cpu")
@@ -163,13 +158,13 @@ class TestAgainstTheLibraries:
         prompted = teach(MINI_LM, prompt="query: ").encode(texts)
         np.testing.assert_allclose(prompted, library.encode(texts, prompt="query: "), atol=1e-5)
 
-    def test_mini_lm_is_the_same_through_transformers_alone(self) -> None:
+    def test_minilm_has_the_same_vectors_with_the_transformer_backend(self) -> None:
         plain = teach(MINI_LM, backend="transformer")
         assert (plain.space.pooling, plain.space.max_length, plain.space.normalize) == ("mean", 256, True)
         np.testing.assert_allclose(plain.encode(TEXTS), teach(MINI_LM).encode(TEXTS), atol=1e-5)
 
     @pytest.mark.parametrize("name", ["st", "st-no-prompt"])
-    def test_a_dense_module_and_a_named_prompt_are_honoured(self, models: dict[str, Path], name: str) -> None:
+    def test_a_dense_module_and_a_named_prompt_are_applied(self, models: dict[str, Path], name: str) -> None:
         from sentence_transformers import SentenceTransformer
 
         library = SentenceTransformer(str(models[name]), device="cpu")
@@ -180,7 +175,7 @@ class TestAgainstTheLibraries:
 
     @pytest.mark.weights
     @pytest.mark.parametrize("name", ["all-mpnet-base-v2", "MiniLM-L6-first3"])
-    def test_real_folders_give_the_vectors_of_sentence_transformers(self, name: str) -> None:
+    def test_real_folders_have_the_vectors_of_sentence_transformers(self, name: str) -> None:
         from sentence_transformers import SentenceTransformer
 
         root = os.environ.get("TEACHER_CACHE_MODELS")
@@ -203,17 +198,17 @@ class TestResolve:
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
         assert result.returncode == 0, result.stderr
 
-    def test_files_decide_pooling_length_and_sides(self, models: dict[str, Path]) -> None:
-        def said(name: str) -> tuple[Any, ...]:
+    def test_pooling_length_and_width_come_from_the_files(self, models: dict[str, Path]) -> None:
+        def fields(name: str) -> tuple[Any, ...]:
             space = resolve(in_float32(models[name])).space
             return space.backend, space.pooling, space.max_length, space.dims, space.normalize
 
-        assert said("bert") == ("transformer", "mean", 64, 16, True)
-        assert said("xlm-roberta") == ("transformer", "mean", 64, 16, True)  # 66 rows, two hold no position
-        assert said("qwen3") == ("transformer", "last_token", 128, 16, True)
-        assert said("st") == ("sentence_transformer", "mean", 40, 12, True)
+        assert fields("bert") == ("transformer", "mean", 64, 16, True)
+        assert fields("xlm-roberta") == ("transformer", "mean", 64, 16, True)  # 66 rows, two of them unused
+        assert fields("qwen3") == ("transformer", "last_token", 128, 16, True)
+        assert fields("st") == ("sentence_transformer", "mean", 40, 12, True)
 
-    def test_a_relative_path_is_labelled_with_the_real_name(
+    def test_a_relative_path_is_labeled_with_the_name_of_the_folder(
         self, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(models["bert"])
@@ -221,13 +216,13 @@ class TestResolve:
         assert spec.space.teacher == "tiny-bert"
         assert spec.folder == models["bert"].resolve()
 
-    def test_a_folder_with_a_familys_name_gets_its_defaults(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_a_folder_named_like_a_family_has_its_defaults(self, models: dict[str, Path], tmp_path: Path) -> None:
         shutil.copytree(models["qwen3"], tmp_path / "Qwen3-Embedding-4B")
         space = resolve(in_float32(tmp_path / "Qwen3-Embedding-4B", prompt_name="query")).space
         assert (space.padding_side, space.pooling) == ("left", "last_token")
         assert space.prompt.startswith("Instruct: ")
 
-    def test_a_model_that_demands_a_prompt_never_runs_without_a_choice(
+    def test_a_model_that_requires_a_prompt_is_refused_without_one(
         self, models: dict[str, Path], tmp_path: Path
     ) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "e5-small-v2")
@@ -236,13 +231,15 @@ class TestResolve:
         assert resolve(in_float32(folder, prompt_name="passage")).space.prompt == "passage: "
         assert resolve(in_float32(folder, prompt="")).space.prompt == ""
 
-    def test_a_default_prompt_of_the_folder_is_honoured(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_the_default_prompt_of_the_folder_is_used(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "copy")
         tiny_teachers.edit_json(folder / "config_sentence_transformers.json", default_prompt_name="query")
         assert resolve(in_float32(folder)).space.prompt == "the river "
         assert resolve(in_float32(folder, prompt="")).space.prompt == ""
 
-    def test_empty_placeholders_do_not_hide_a_familys_prompts(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_empty_placeholder_prompts_do_not_replace_those_of_a_family(
+        self, models: dict[str, Path], tmp_path: Path
+    ) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "e5-small-v2")
         prompts = {"query": "", "document": ""}
         tiny_teachers.edit_json(folder / "config_sentence_transformers.json", prompts=prompts)
@@ -266,7 +263,7 @@ class TestResolve:
             ({"revision": "main"}, "`revision` is 'main', but .*/st is a local folder"),
         ],
     )
-    def test_what_the_model_cannot_do_is_refused_in_one_line(
+    def test_options_that_do_not_fit_the_model_are_refused_in_one_line(
         self, models: dict[str, Path], change: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(TeacherError, match=message) as caught:
@@ -274,7 +271,7 @@ class TestResolve:
         assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize(("given_name", "torch_name"), [("bf16", "bfloat16"), ("fp16", "float16")])
-    def test_precisions_have_short_names(self, models: dict[str, Path], given_name: str, torch_name: str) -> None:
+    def test_dtypes_have_short_names(self, models: dict[str, Path], given_name: str, torch_name: str) -> None:
         options = replace(in_float32(models["bert"]), dtype=given_name)
         assert resolve(options).space.dtype == torch_name
 
@@ -292,7 +289,7 @@ class TestResolve:
             resolve(in_float32(tmp_path))
 
     @pytest.mark.parametrize("file", ["code.py", "2_Dense/code.py"])
-    def test_code_of_the_folder_is_part_of_the_space(self, models: dict[str, Path], tmp_path: Path, file: str) -> None:
+    def test_code_in_the_folder_changes_the_space(self, models: dict[str, Path], tmp_path: Path, file: str) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "copy")
         spaces = [resolve(in_float32(folder)).space]
         for code in ("factor = 1", "factor = 2"):
@@ -314,38 +311,40 @@ class TestResolve:
         with pytest.raises(TeacherError, match=r"1 weight files of .* are missing"):
             resolve(in_float32(folder))
 
-    def test_an_activation_the_library_would_replace_is_refused(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_an_activation_that_the_library_would_replace_is_refused(
+        self, models: dict[str, Path], tmp_path: Path
+    ) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "copy")
         tiny_teachers.edit_json(folder / "2_Dense" / "config.json", activation_function="own.module.Swish")
         with pytest.raises(TeacherError, match=r"own\.module\.Swish"):
             resolve(in_float32(folder))
 
-    def test_an_adapter_without_its_base_is_refused(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_an_adapter_without_its_base_model_is_refused(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "copy")
         tiny_teachers.edit_json(folder / "adapter_config.json")
         with pytest.raises(TeacherError, match="merge_and_unload"):
             resolve(in_float32(folder))
 
-    def test_broken_json_is_named(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_invalid_json_is_refused_with_its_path(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "copy")
         (folder / "config.json").write_text("{")
         with pytest.raises(TeacherError, match=r"config\.json is not valid JSON"):
             resolve(in_float32(folder))
 
-    def test_module_paths_cannot_leave_the_folder(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_module_paths_outside_the_folder_are_refused(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "copy")
         modules = (folder / "modules.json").read_text().replace('"1_Pooling"', '"../1_Pooling"')
         (folder / "modules.json").write_text(modules)
         with pytest.raises(TeacherError, match="expected one inside the folder"):
             resolve(in_float32(folder))
 
-    def test_a_back_end_needs_no_line_in_the_table(self) -> None:
+    def test_a_backend_outside_the_table_is_named_by_its_class(self) -> None:
         spec = resolve(TeacherOptions(model="anything", backend="tests.teacher_cache.test_teachers:Constant"))
         assert load_teacher(spec).encode(["a", "b"]).tolist() == [[1.0], [1.0]]
 
 
 class Constant(Teacher):
-    """The smallest back end of one's own."""
+    """The smallest backend."""
 
     @classmethod
     def resolve(cls, options: TeacherOptions, folder: Path | None) -> TeacherSpec:
@@ -369,7 +368,7 @@ class TestHub:
 
     @pytest.fixture
     def hub(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-        """A hub that holds nothing but a list of files, and notes what it was asked for."""
+        """A hub with only a list of files; returns the recorded download calls."""
         import huggingface_hub
         from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -383,18 +382,18 @@ class TestHub:
         monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: self.FILES)
         return calls
 
-    def test_an_unknown_name_is_one_line_with_the_nearest_names(self, hub: list[Any]) -> None:
+    def test_an_unknown_name_is_refused_with_similar_names(self, hub: list[Any]) -> None:
         with pytest.raises(TeacherError, match=r"unknown model 'bge-m4'.*bge-m3.*not found on the hub \(") as e:
             resolve(TeacherOptions(model="bge-m4"))
         assert "\n" not in str(e.value)
 
-    @pytest.mark.parametrize("asked", ["Qwen3-Embedding-0.6B", "qwen3-embedding-0.6b"])
-    def test_a_short_name_is_looked_up_without_regard_to_case(self, hub: list[Any], asked: str) -> None:
+    @pytest.mark.parametrize("name", ["Qwen3-Embedding-0.6B", "qwen3-embedding-0.6b"])
+    def test_short_names_ignore_case(self, hub: list[Any], name: str) -> None:
         with pytest.raises(TeacherError):
-            resolve(TeacherOptions(model=asked, revision="v1"))
+            resolve(TeacherOptions(model=name, revision="v1"))
         assert {(repo, how["revision"]) for repo, how in hub} == {("Qwen/Qwen3-Embedding-0.6B", "v1")}
 
-    def test_the_cache_is_asked_first_and_pickles_are_fetched_only_where_there_is_nothing_else(
+    def test_the_hub_cache_comes_first_and_pickles_are_downloaded_only_without_safetensors(
         self, hub: list[Any]
     ) -> None:
         with pytest.raises(TeacherError):
@@ -404,7 +403,7 @@ class TestHub:
         assert "*.safetensors" in patterns
         assert [pattern for pattern in patterns if "bin" in pattern or "py" in pattern] == ["2_Dense/pytorch_model.bin"]
 
-    def test_all_shards_are_fetched_of_a_model_that_has_pickles_alone(
+    def test_all_shards_of_a_model_with_only_pickles_are_downloaded(
         self, hub: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         shards = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
@@ -414,19 +413,21 @@ class TestHub:
         assert set(shards) < set(hub[1][1]["allow_patterns"])
 
     @pytest.mark.parametrize("path", ["./no-folder", "/no/folder/here", "a/b/c", "~/no-such-folder", ""])
-    def test_a_path_that_is_no_folder_never_reaches_the_hub(self, hub: list[Any], path: str) -> None:
+    def test_a_path_that_is_not_a_folder_is_not_looked_up_on_the_hub(self, hub: list[Any], path: str) -> None:
         with pytest.raises(TeacherError, match="no folder at"):
             resolve(TeacherOptions(model=path))
         assert hub == []
 
-    def test_offline_the_answer_names_the_switch(self, hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_offline_error_names_the_environment_variable(
+        self, hub: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from huggingface_hub import constants
 
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(TeacherError, match="HF_HUB_OFFLINE is set"):
             resolve(TeacherOptions(model="owner/name"))
 
-    def test_a_snapshot_is_labelled_with_hub_id_and_commit(
+    def test_a_snapshot_is_labeled_with_hub_id_and_commit(
         self, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         import huggingface_hub
@@ -439,7 +440,7 @@ class TestHub:
         assert spec.space.pooling == "cls"
         assert spec.space.slug.startswith("bge-m3@")
 
-    def test_foreign_code_needs_permission(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_code_of_a_repository_needs_permission(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["xlm-roberta"], tmp_path / "gte-multilingual-base")
         with pytest.raises(TeacherError, match="`trust_remote_code`"):
             resolve(in_float32(folder))
@@ -463,66 +464,68 @@ class TestLoading:
             load_teacher(resolve(in_float32(folder)))
         assert "\n" not in str(caught.value)
 
-    def test_a_checkpoint_without_a_pooler_is_fine(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_a_checkpoint_without_a_pooler_loads(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "copy")
         weights = {k: v for k, v in load_file(folder / "model.safetensors").items() if "pooler" not in k}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         np.testing.assert_array_equal(teach(folder).encode(TEXTS), teach(models["bert"]).encode(TEXTS))
 
-    def test_an_unsettled_precision_is_refused(self, models: dict[str, Path]) -> None:
+    def test_an_unresolved_dtype_is_refused(self, models: dict[str, Path]) -> None:
         with pytest.raises(TeacherError, match="`resolve_dtype`"):
             load_teacher(resolve(TeacherOptions(model=str(models["bert"]))))
 
-    def test_a_folder_that_is_gone_is_named(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_a_missing_folder_is_refused_with_its_path(self, models: dict[str, Path], tmp_path: Path) -> None:
         spec = resolve(in_float32(models["bert"]))
         with pytest.raises(TeacherError, match="not on this machine"):
             load_teacher(replace(spec, folder=tmp_path / "gone"))
 
-    def test_an_absent_library_names_the_extra(self, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_library_is_refused_with_the_extra_to_install(
+        self, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "sentence_transformers", None)
         with pytest.raises(MissingDependency, match=r"pip install 'teacher-cache\[train\]'"):
             load_teacher(resolve(in_float32(models["st"])))
 
     @pytest.mark.parametrize("device", ["cuda:99", "toaster"])
-    def test_an_absent_device_is_named(self, models: dict[str, Path], device: str) -> None:
+    def test_a_missing_device_is_refused_by_name(self, models: dict[str, Path], device: str) -> None:
         with pytest.raises(TeacherError, match=device):
             load_teacher(resolve(replace(in_float32(models["bert"]), device=device)))
 
-    def test_a_length_that_leaves_nothing_of_the_text_is_refused(self, models: dict[str, Path]) -> None:
+    def test_a_max_length_without_room_for_text_is_refused(self, models: dict[str, Path]) -> None:
         with pytest.raises(TeacherError, match="special tokens of tiny-bert take 2"):
             load_teacher(resolve(in_float32(models["bert"], max_length=2)))
         with pytest.raises(TeacherError, match="take 5: nothing of the text"):
             load_teacher(resolve(in_float32(models["bert"], max_length=5, prompt="the cat sat ")))
 
-    def test_a_model_that_sees_its_padding_is_refused(
+    def test_a_model_whose_vectors_depend_on_padding_is_refused(
         self, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("teacher_cache.teachers.pooling.needs_position_ids", lambda *_: False)
         with pytest.raises(TeacherError, match="left padding and its attention implementation"):
             load_teacher(resolve(in_float32(models["bert"], padding_side="left")))
 
-    def test_the_last_token_of_a_cut_text_is_still_the_end_token(self, models: dict[str, Path]) -> None:
+    def test_a_truncated_text_keeps_its_end_token(self, models: dict[str, Path]) -> None:
         teacher = teach(models["qwen3"], max_length=5)
         # Four words and the end token: what the tokenizer gives for the first four words alone.
         np.testing.assert_allclose(
             teacher.encode(["the cat sat on mat and a river"]), teacher.encode(["the cat sat on"]), atol=1e-6
         )
 
-    def test_a_text_without_any_token_still_gets_a_vector(self, tmp_path: Path) -> None:
+    def test_a_text_without_tokens_has_a_vector(self, tmp_path: Path) -> None:
         folder = tiny_teachers.write_qwen3(tmp_path / "bare")
         tiny_teachers.write_tokenizer(folder, bos=None, eos=None, pad="<|end|>", max_length=64)
         encoded = teach(folder).encode_counted(["", "the cat"])
         assert encoded.tokens.tolist() == [1, 2]
         assert np.isfinite(encoded.vectors).all()
 
-    def test_an_override_of_pooling_keeps_the_dense_module(self, models: dict[str, Path]) -> None:
+    def test_another_pooling_keeps_the_dense_module(self, models: dict[str, Path]) -> None:
         teacher = teach(models["st"], pooling="cls")
         assert (teacher.space.pooling, teacher.space.dims) == ("cls", 12)
         assert np.abs(teacher.encode(TEXTS) - teach(models["st"]).encode(TEXTS)).max() > 1e-3
 
 
 class TestPickledWeights:
-    """pytorch_model.bin, where a folder has no safetensors."""
+    """pytorch_model.bin in a folder without safetensors."""
 
     @pytest.fixture(params=["bert", "st"])
     def safe(self, models: dict[str, Path], request: pytest.FixtureRequest) -> Path:
@@ -530,23 +533,23 @@ class TestPickledWeights:
 
     @pytest.fixture
     def pickled(self, safe: Path, tmp_path: Path) -> Path:
-        """The same model without safetensors, in any of its parts."""
+        """The same model with pickles instead of safetensors."""
         folder = shutil.copytree(safe, tmp_path / "pickled")
         for file in folder.rglob("model.safetensors"):
             torch.save(load_file(file), file.with_name("pytorch_model.bin"))
             file.unlink()
         return folder
 
-    def test_they_give_the_vectors_of_the_safetensors(self, safe: Path, pickled: Path) -> None:
+    def test_pickled_weights_give_the_vectors_of_the_safetensors(self, safe: Path, pickled: Path) -> None:
         np.testing.assert_array_equal(teach(pickled).encode(TEXTS), teach(safe).encode(TEXTS))
 
-    def test_a_changed_byte_of_them_is_another_space(self, pickled: Path) -> None:
+    def test_a_changed_byte_of_pickled_weights_is_another_space(self, pickled: Path) -> None:
         for weights in sorted(pickled.rglob("pytorch_model.bin")):
             before = resolve(in_float32(pickled)).space
             weights.write_bytes(weights.read_bytes() + b"0")
             assert set(before.difference(resolve(in_float32(pickled)).space)) == {"weights"}
 
-    def test_they_may_lie_in_shards(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_sharded_pickles_load(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "shards")
         weights = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").unlink()
@@ -559,9 +562,7 @@ class TestPickledWeights:
             torch.save({name: weights[name] for name in weights if place[name] == shard}, folder / shard)
         np.testing.assert_array_equal(teach(folder).encode(TEXTS), teach(models["bert"]).encode(TEXTS))
 
-    def test_beside_safetensors_they_are_neither_read_nor_part_of_the_space(
-        self, models: dict[str, Path], tmp_path: Path
-    ) -> None:
+    def test_pickles_next_to_safetensors_are_ignored(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "copy")
         for part in ("", "2_Dense"):
             (folder / part / "pytorch_model.bin").write_bytes(b"no weights")
@@ -570,19 +571,21 @@ class TestPickledWeights:
 
     @pytest.mark.parametrize("part", ["", "2_Dense"])
     @pytest.mark.parametrize("old_format", [False, True])
-    def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
+    def test_a_pickle_with_code_is_refused_and_does_not_run(
         self, models: dict[str, Path], tmp_path: Path, part: str, old_format: bool
     ) -> None:
         folder = shutil.copytree(models["st"], tmp_path / "copy")
         self.plant(folder / part, tmp_path / "ran", old_format=old_format)
-        # A folder may ask the libraries for the loader that runs everything.
+        # A folder may request unsafe loading from the libraries.
         tiny_teachers.edit_json(folder / "sentence_bert_config.json", model_args={"weights_only": False})
         with pytest.raises(TeacherError, match=r"more than tensors.*nothing was run") as caught:
             load_teacher(resolve(in_float32(folder, trust_remote_code=True)))
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "ran").exists()
 
-    def test_nor_through_transformers_alone(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_a_pickle_with_code_is_refused_by_the_transformer_backend(
+        self, models: dict[str, Path], tmp_path: Path
+    ) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "copy")
         self.plant(folder, tmp_path / "ran")
         with pytest.raises(TeacherError, match="nothing was run"):
@@ -591,7 +594,7 @@ class TestPickledWeights:
 
     @staticmethod
     def plant(part: Path, marker: Path, *, old_format: bool = False) -> None:
-        """Replace a part's weights by a pickle that touches `marker` when it is loaded without care."""
+        """Replace the weights of a part by a pickle that touches `marker` when it is loaded unsafely."""
 
         class Touches:
             def __reduce__(self) -> tuple[Any, ...]:
@@ -622,7 +625,7 @@ class TestRepair:
         exact = teach(folder).encode(TEXTS)
         np.testing.assert_allclose(encoded.vectors[encoded.repaired], exact[encoded.repaired], atol=1e-5)
 
-    def test_a_repair_leaves_sound_rows_in_their_own_precision(self) -> None:
+    def test_a_repair_does_not_change_valid_rows(self) -> None:
         def load(dtype: torch.dtype) -> LoadedModel:
             def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
                 hot = (batch["input_ids"] == 7).any(dim=1, keepdim=True)
@@ -637,9 +640,7 @@ class TestRepair:
         assert encoded.repaired.tolist() == [False, True, False]
         assert encoded.vectors.tolist() == [[1.0, 2.0]] * 3
 
-    def test_without_room_for_a_float32_copy_broken_rows_are_handed_back(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_without_room_for_a_float32_copy_invalid_rows_are_returned(self, caplog: pytest.LogCaptureFixture) -> None:
         def load(dtype: torch.dtype) -> LoadedModel:
             if dtype == torch.float32:
                 raise TeacherError("does not fit") from torch.OutOfMemoryError()
@@ -652,7 +653,7 @@ class TestRepair:
         assert not encoded.repaired.any()
         assert "does not fit" in caplog.text
 
-    def test_weights_that_hold_nan_give_rows_that_are_not_finite(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_nan_weights_give_non_finite_rows(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "nan")
         weights = load_file(folder / "model.safetensors")
         weights["embeddings.LayerNorm.weight"][0] = float("nan")
@@ -662,7 +663,7 @@ class TestRepair:
             assert not np.isfinite(encoded.vectors).all(axis=1).any()
             assert not encoded.repaired.any()
 
-    def test_a_null_vector_stays_one_and_is_refused_as_such(self) -> None:
+    def test_a_zero_vector_is_returned_and_fails_the_row_check(self) -> None:
         def load(dtype: torch.dtype) -> LoadedModel:
             return LoadedModel(lambda batch: torch.zeros(len(batch["input_ids"]), 2), WordIds())
 
@@ -707,7 +708,7 @@ class TestBatching:
         monkeypatch.setattr(BatchedEncoder, "_self_check", lambda self: None)
 
     @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 80))
-    def test_no_batch_of_several_texts_exceeds_the_budget(self, lengths: list[int], budget: int) -> None:
+    def test_no_batch_of_several_texts_exceeds_the_token_budget(self, lengths: list[int], budget: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BatchedEncoder, "_self_check", lambda self: None)
             encoder, shapes = self.encoder(10**9, budget)
@@ -716,14 +717,14 @@ class TestBatching:
         assert all(rows == 1 or rows * width <= budget for rows, width in shapes)
         assert sum(rows for rows, _ in shapes) == len(lengths)
 
-    def test_out_of_memory_halves_the_batch_and_remembers(self) -> None:
+    def test_out_of_memory_halves_the_token_budget(self) -> None:
         encoder, shapes = self.encoder(fits=10)
         sums = encoder.encode_counted([f"{n} 1 1" for n in range(20)]).vectors[:, 0]
         assert sums.tolist() == [n + 2.0 for n in range(20)]
         assert max(rows for rows, _ in shapes) * 3 <= 10
         assert encoder.batch_tokens <= 10
 
-    def test_a_single_text_that_does_not_fit_is_an_error_with_the_way_out(self) -> None:
+    def test_a_single_text_that_does_not_fit_is_refused_with_advice(self) -> None:
         encoder, _ = self.encoder(fits=10)
         with pytest.raises(TeacherError, match=r"one text of 20 tokens does not fit.*`max_length`"):
             encoder.encode_counted(["1", " ".join(["1"] * 20)])
@@ -739,10 +740,10 @@ class TestPrecision:
     def spec(self, models: dict[str, Path]) -> TeacherSpec:
         return resolve(TeacherOptions(model=str(models["bert"]), device="cpu"))
 
-    def decide(
+    def resolve_with(
         self, spec: TeacherSpec, monkeypatch: pytest.MonkeyPatch, *, seconds: float, noise: float
     ) -> TeacherSpec:
-        """Settle with a bfloat16 model that takes `seconds` where float32 takes 1, and is off by `noise`."""
+        """Resolve with a bfloat16 model that takes `seconds` where float32 takes 1, with an error of `noise`."""
 
         def timed(teacher: Teacher, count: int) -> tuple[Any, float]:
             half = teacher.space.dtype == "bfloat16"
@@ -769,18 +770,16 @@ class TestPrecision:
         noise: float,
         dtype: str,
     ) -> None:
-        assert self.decide(spec, monkeypatch, seconds=seconds, noise=noise).space.dtype == dtype
+        assert self.resolve_with(spec, monkeypatch, seconds=seconds, noise=noise).space.dtype == dtype
 
-    def test_the_probe_runs_and_says_what_it_measured(
-        self, spec: TeacherSpec, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_the_measurement_is_logged(self, spec: TeacherSpec, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level("INFO", logger="teacher_cache"):
             settled = resolve_dtype(spec)
         assert settled.space.dtype in ("float32", "bfloat16")
         assert "times as fast" in caplog.text
         assert "lowest cosine" in caplog.text
 
-    def test_a_space_that_a_cache_holds_decides_without_a_probe(
+    def test_the_dtype_of_a_cached_space_is_used_without_measuring(
         self, spec: TeacherSpec, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def forbidden(*_: Any) -> None:
@@ -791,11 +790,11 @@ class TestPrecision:
         other = replace(spec.space, dtype="float32", prompt="another: ")
         assert resolve_dtype(spec, [other, held]).space == held
 
-    def test_a_named_precision_is_left_alone(self, spec: TeacherSpec) -> None:
+    def test_a_given_dtype_is_kept(self, spec: TeacherSpec) -> None:
         assert resolve_dtype(spec.with_dtype("float16")).space.dtype == "float16"
 
 
-def test_every_back_end_in_the_table_can_be_imported() -> None:
+def test_every_backend_in_the_table_can_be_imported() -> None:
     for target in BACKENDS.values():
         module, _, name = target.partition(":")
         assert issubclass(getattr(__import__(module, fromlist=[name]), name), Teacher)

@@ -1,4 +1,4 @@
-"""Tokens as spans of characters, for teacher and student alike."""
+"""Word pieces and their character offsets, for teacher and student."""
 
 from pathlib import Path
 
@@ -10,25 +10,25 @@ from teacher_cache.teachers.token_offsets import ignores_case, tokenize_with_off
 from teacher_cache.tokens.request import CLOSING, OPENING, OTHER, ROLE, TEXT_TOKEN
 
 
-def test_first_and_last_special_have_roles_and_cover_nothing() -> None:
+def test_first_and_last_special_tokens_have_roles_and_no_characters() -> None:
     pieces = word_pieces([(0, 0), (0, 3), (3, 7), (0, 0)], [1, 0, 0, 1], [101, 5, 6, 102], 0)
     assert pieces.dtype == np.int32
     assert pieces.tolist() == [[101, 0, 0, OPENING], [5, 0, 3, TEXT_TOKEN], [6, 3, 7, TEXT_TOKEN], [102, 0, 0, CLOSING]]
 
 
-def test_a_tokenizer_that_only_closes_has_no_opening() -> None:
+def test_without_an_opening_token_no_token_has_its_role() -> None:
     assert word_pieces([(0, 2), (0, 0)], [0, 1], [7, 2], 0)[:, ROLE].tolist() == [TEXT_TOKEN, CLOSING]
 
 
-def test_prompt_tokens_are_no_part_of_the_text_and_do_not_shift_it() -> None:
-    # "ask: cat", the prompt being "ask: ": the third token carries the prompt's last space in front.
+def test_prompt_tokens_are_not_part_of_the_text_and_do_not_shift_offsets() -> None:
+    # "ask: cat", the prompt being "ask: ": the third token includes the last space of the prompt.
     spans = [(0, 0), (0, 3), (3, 4), (4, 7), (7, 8), (0, 0)]
     pieces = word_pieces(spans, [1, 0, 0, 0, 0, 1], [1, 2, 3, 4, 5, 6], 5)
     assert pieces[:, ROLE].tolist() == [OPENING, OTHER, OTHER, TEXT_TOKEN, TEXT_TOKEN, CLOSING]
     assert pieces[:, 1:3].tolist() == [[0, 0], [0, 0], [0, 0], [0, 2], [2, 3], [0, 0]]
 
 
-def test_specials_between_first_and_last_match_nothing() -> None:
+def test_special_tokens_between_first_and_last_are_not_part_of_the_text() -> None:
     spans = [(0, 0), (0, 0), (0, 2), (0, 0), (0, 0)]
     pieces = word_pieces(spans, [1, 1, 0, 1, 1], [1, 9, 2, 3, 4], 0)
     assert pieces[:, ROLE].tolist() == [OPENING, OTHER, TEXT_TOKEN, OTHER, CLOSING]
@@ -38,7 +38,7 @@ def test_a_text_without_tokens_has_no_pieces() -> None:
     assert word_pieces([], [], [], 0).shape == (0, 4)
 
 
-def test_a_real_tokenizer_is_cut_to_length_and_keeps_its_closing_token(minilm: Path) -> None:
+def test_truncation_keeps_the_closing_token(minilm: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(minilm)
@@ -66,7 +66,7 @@ def test_a_tokenizer_without_offsets_is_refused() -> None:
         tokenize_with_offsets(Slow(), ["a"])
 
 
-def test_a_tokenizer_tells_whether_it_ignores_case(minilm: Path, tiny_student: Path) -> None:
+def test_whether_a_tokenizer_ignores_case(minilm: Path, tiny_student: Path) -> None:
     from transformers import AutoTokenizer
 
     assert ignores_case(AutoTokenizer.from_pretrained(minilm))

@@ -44,14 +44,7 @@ EVERYTHING = TokenRequest(attention=(1, 2))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        "bert": tiny_teachers.write_bert(root / "tiny-bert"),
-        "xlm-roberta": tiny_teachers.write_xlm_roberta(root / "tiny-xlm-roberta"),
-        "mpnet": tiny_teachers.write_mpnet(root / "tiny-mpnet"),
-        "qwen3": tiny_teachers.write_qwen3(root / "tiny-qwen3"),
-        "st": tiny_teachers.write_sentence_transformer(root / "tiny"),
-    }
+    return tiny_teachers.write_models(tmp_path_factory.mktemp("models"))
 
 
 def spec_of(model: Path | str, request: TokenRequest | None = EVERYTHING, **more: Any) -> TeacherSpec:
@@ -118,7 +111,7 @@ def test_vectors_and_counts_are_those_of_a_teacher_without_a_request(models: dic
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3", "st"])
-def test_the_batch_budget_and_the_order_of_texts_change_nothing(models: dict[str, Path], name: str) -> None:
+def test_the_token_budget_and_the_order_of_texts_change_nothing(models: dict[str, Path], name: str) -> None:
     small = outputs_of(teach(models[name], batch_tokens=17), TEXTS[::-1])[::-1]
     for one, other in zip(small, outputs_of(teach(models[name]), TEXTS), strict=True):
         for a, b in ((one.states, other.states), (one.attention, other.attention), (one.importance, other.importance)):
@@ -304,7 +297,7 @@ class TestRefusals:
         with pytest.raises(TeacherError, match=r"do not sum to 1 \(off by 1\.000\)"):
             teach(models["bert"])
 
-    def test_a_back_end_that_gives_vectors_alone(self) -> None:
+    def test_a_backend_that_returns_vectors_only(self) -> None:
         spec = spec_of("toy", TokenRequest())
         mute = replace(spec, space=replace(spec.space, backend=f"{__name__}:Mute"))
         with pytest.raises(TeacherError, match="returns vectors only"):
@@ -328,7 +321,7 @@ class TestShape:
     def test_it_is_read_from_the_encoders_configuration(self, models: dict[str, Path], name: str) -> None:
         assert token_shape(spec_of(models[name], None)) == TokenShape(16, 2, 2, causal=name == "qwen3")
 
-    def test_other_architectures_have_other_names_for_it(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_other_architectures_name_sizes_differently(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "distilbert")
         (folder / "config.json").unlink()
         tiny_teachers.edit_json(
@@ -354,7 +347,7 @@ class TestToy:
         assert one.states.shape == (5, shape.width)
         assert not np.allclose(one.states[1], one.states[4])  # a word elsewhere in the text
 
-    def test_attention_is_a_rule(self) -> None:
+    def test_attention_weights_follow_the_formula(self) -> None:
         (one,) = outputs_of(teach("toy", TokenRequest(attention=(1, 3))), ["a b"])
         assert one.attention is not None
         np.testing.assert_allclose(one.attention[:, 0], [[1 / 3, 2 / 3], [3 / 7, 4 / 7]], rtol=1e-6)
@@ -367,7 +360,7 @@ class TestToy:
         assert one.importance is not None
         assert (len(one.states), len(one.pieces), one.importance.shape, one.attention.shape) == (0, 0, (0,), (2, 0, 0))
 
-    def test_it_cuts_and_is_the_same_again(self) -> None:
+    def test_truncated_tokens_are_reproducible(self) -> None:
         encoded = teach("toy", max_length=3).encode_counted([LONG])
         assert encoded.by_token is not None
         assert len(encoded.by_token[0].states) == encoded.tokens[0] == 3
@@ -386,7 +379,7 @@ REAL_TEXTS = ["Unbelievable weather: naïve tourists!", "", "Rain.", "It's 5 o'c
 
 
 class TestRealModels:
-    def test_minilm_speaks_word_pieces(self, minilm: Path) -> None:
+    def test_minilm_has_the_word_pieces_and_states_of_transformers(self, minilm: Path) -> None:
         from transformers import AutoTokenizer
 
         teacher = teach(minilm, TokenRequest(attention=(3, 6)), max_length=64)
@@ -404,7 +397,7 @@ class TestRealModels:
 
     @pytest.mark.weights
     @pytest.mark.parametrize("name", ["e5-small-enpt-deq", "all-mpnet-base-v2"])
-    def test_others_say_what_transformers_says(self, name: str) -> None:
+    def test_other_models_have_the_word_pieces_and_states_of_transformers(self, name: str) -> None:
         folder = real(name)
         layers = token_shape(spec_of(folder, None, prompt="")).layers
         teacher = teach(folder, TokenRequest(attention=(1, layers)), prompt="", max_length=64)
