@@ -52,7 +52,7 @@ def test_mpnet_adds_its_position_bias(tmp_path: Path) -> None:
     scores = heads(layer.q(internals.hidden[1])) @ heads(layer.k(internals.hidden[1])).mT / math.sqrt(8) + bias
     expected = scores.masked_fill(MASK[:, None, None] == 0, float("-inf")).softmax(-1)
     torch.testing.assert_close(internals.attention[1], expected)
-    torch.testing.assert_close(internals.values, heads(projections.v(internals.hidden[1])))
+    torch.testing.assert_close(internals.values, heads(layer.v(internals.hidden[1])))
 
 
 def test_gradients_flow_through_every_part(tiny_student: Path) -> None:

@@ -329,7 +329,7 @@ class TestShape:
         )
         assert token_shape(spec_of(folder, None)) == TokenShape(768, 6, 12, causal=False)
 
-    def test_a_size_that_is_not_named_is_said(self, models: dict[str, Path], tmp_path: Path) -> None:
+    def test_a_missing_size_is_refused_by_name(self, models: dict[str, Path], tmp_path: Path) -> None:
         folder = shutil.copytree(models["bert"], tmp_path / "copy")
         tiny_teachers.edit_json(folder / "config.json", num_attention_heads=None)
         with pytest.raises(TeacherError, match=r"config\.json has no num_attention_heads"):
