@@ -1,4 +1,4 @@
-"""The contenders, one library a file."""
+"""The contenders, one library per file."""
 
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -14,7 +14,7 @@ class Entry:
 
     Attributes:
         target: "module:class".
-        data: folder of what it reads; contenders of one folder share what the first of them wrote.
+        data: folder of its data; contenders with the same folder share the data that the first one writes.
         options: of its constructor.
     """
 
@@ -34,12 +34,12 @@ MOSAICML, LITDATA = "MosaicML streaming", "litdata"
 ZARR = "zarr-python"
 DEFAULT, DEFAULT_64K = "ours, float16", "ours, float16, window 64k"
 RAW, RAW_64K = "ours, float16-raw", "ours, float16-raw, window 64k"
-# A column that repeats one shard: as many rows as one likes on a small disk.
+# A column that repeats one shard, so that many rows fit on a small disk.
 REPEATED_DEFAULT, REPEATED_RAW = "ours, float16, repeated shard", "ours, float16-raw, repeated shard"
 
-# A window holds 16,384 rows where nothing else is said.
+# A window holds 16,384 rows unless named otherwise.
 OURS = (DEFAULT, DEFAULT_64K, RAW, RAW_64K)
-# What people train from: ours is held against the fastest of them.
+# Data loaders for training; ours is compared with the fastest of them.
 STREAMERS = (HF_MAP, HF_ARROW, HF_ITERABLE, MOSAICML, LITDATA)
 
 CONTENDERS = {

@@ -1,4 +1,4 @@
-"""What every contender can do."""
+"""Interface of a contender."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ BATCH = 256
 class Contender(ABC):
     """Vectors in one library's own format, read in its best reasonable setting.
 
-    Libraries are imported in `load` only: one that is absent raises ImportError there.
+    Libraries are imported in `load` only, which raises ImportError for one that is not installed.
     """
 
     def __init__(self, folder: Path, rows: int, dims: int) -> None:
@@ -25,21 +25,21 @@ class Contender(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Import what is needed; what that takes of memory is not counted."""
+        """Import libraries; their memory is not counted."""
 
     @abstractmethod
     def write(self, vectors: Path) -> None:
-        """Put the rows of an .npy file of float16 vectors into the empty folder."""
+        """Write the rows of an .npy file of float16 vectors to the empty folder."""
 
     @abstractmethod
     def open(self) -> None:
-        """Open what `write` left."""
+        """Open the data of `write`."""
 
     @abstractmethod
     def stream(self, epoch: int) -> Iterator[Float16]:
-        """Every row once, shuffled anew for each epoch, in batches `(256, dims)`; a few may be shorter.
+        """Every row once, in batches `(256, dims)`, some shorter, in another random order for each epoch.
 
-        A batch is read when it is handed out, not when it is first looked at, and stays as it is until the next.
+        A batch is read before it is yielded, and does not change until the next one.
         """
 
     @abstractmethod
@@ -52,16 +52,16 @@ class ShardWriter(ABC):
 
     @abstractmethod
     def write_shards(self, vectors: Float16, folder: Path) -> None:
-        """Write vectors shard by shard, in the default format, into an empty folder."""
+        """Write vectors shard by shard, in the default encoding, to an empty folder."""
 
 
 def permutation(rows: int, epoch: int) -> npt.NDArray[np.int64]:
-    """A true permutation, another one for each epoch."""
+    """A random permutation, different for each epoch."""
     return np.random.default_rng(epoch).permutation(rows)
 
 
 def windows(blocks: Iterator[Float16], window: int, epoch: int) -> Iterator[Float16]:
-    """Batches out of buffers of `window` rows, each permuted as a whole: the shuffle that people write themselves.
+    """Batches from buffers of `window` rows, each permuted as a whole, as in a shuffle buffer.
 
     A buffer is filled with whole blocks; its last batch may be shorter.
     """

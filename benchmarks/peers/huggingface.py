@@ -36,7 +36,7 @@ class _Datasets(Contender):
 
 
 class MapStyle(_Datasets):
-    """`with_format("numpy")`, `.shuffle(seed)` and `.iter(256)`, as the documentation has it."""
+    """`with_format("numpy")`, `.shuffle(seed)` and `.iter(256)`, as documented."""
 
     def stream(self, epoch: int) -> Iterator[Float16]:
         formatted = self.dataset.with_format("numpy", dtype=np.float16)
@@ -49,7 +49,7 @@ class MapStyle(_Datasets):
 
 
 class MapStyleArrow(_Datasets):
-    """The same in Arrow format, the numbers of each list column taken out as one array by hand."""
+    """As `MapStyle`, in Arrow format, with the numbers of the list column taken as one array."""
 
     def stream(self, epoch: int) -> Iterator[Float16]:
         shuffled = self.dataset.with_format("arrow").shuffle(seed=epoch, keep_in_memory=True)

@@ -41,7 +41,7 @@ class LitData(Contender):
         self.loader: Any = self.library.StreamingDataLoader(self.dataset, batch_size=BATCH)
 
     def stream(self, epoch: int) -> Iterator[Float16]:
-        for batch in self.loader:  # shuffled anew each time
+        for batch in self.loader:  # shuffles again each time
             yield batch.numpy()
 
     def gather(self, rows: npt.NDArray[np.int64]) -> Float16:

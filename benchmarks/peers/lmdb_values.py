@@ -1,4 +1,4 @@
-"""LMDB with one vector a value."""
+"""LMDB with one vector per value."""
 
 from collections.abc import Iterator
 from pathlib import Path

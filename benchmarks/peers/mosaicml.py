@@ -21,8 +21,8 @@ class MosaicML(Contender):
     """
 
     def load(self) -> None:
-        # Its image data sets are loaded with it and want torchvision, whose published wheel does not load beside
-        # a torch without CUDA. Nothing here reads images.
+        # It imports its image data sets and torchvision, whose published wheel does not load with a torch without
+        # CUDA. No images are read here.
         sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
         import streaming
 
@@ -36,11 +36,11 @@ class MosaicML(Contender):
                     writer.write({"vector": vector})
 
     def open(self) -> None:
-        self.library.base.util.clean_stale_shared_memory()  # of a run that was stopped
+        self.library.base.util.clean_stale_shared_memory()  # of an interrupted run
         self.dataset: Any = self.library.StreamingDataset(local=str(self.folder), shuffle=True, batch_size=BATCH)
 
     def stream(self, epoch: int) -> Iterator[Float16]:
-        samples = iter(self.dataset)  # each call is its next epoch
+        samples = iter(self.dataset)  # each call starts the next epoch
         while batch := [sample["vector"] for sample in islice(samples, BATCH)]:
             yield np.stack(batch)
 

@@ -1,4 +1,4 @@
-"""zarr-python on the bytes of our own cache."""
+"""zarr-python, reading the files of our cache."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +40,7 @@ class ZarrPython(Contender, ShardWriter):
         return np.asarray(self.array.oindex[rows])
 
     def write_shards(self, vectors: Float16, folder: Path) -> None:
-        """The default format's shards and codecs, a shard a call; zarr-python does not sync."""
+        """Shards and codecs of the default encoding, one shard per call; zarr-python does not sync."""
         from zarr.codecs import BloscCodec, Crc32cCodec
 
         from teacher_cache.table.cache import SHARD_ROWS
