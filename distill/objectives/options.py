@@ -41,9 +41,9 @@ def check_count(
     option: str, value: object, low: int, high: int | None, reason: str = "", *, of: str = "objective option"
 ) -> None:
     """Check for an integer from `low` to `high`; `reason` explains the bound."""
-    upper = f" to {high}" if high is not None else " on"
+    expected = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
     fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= (value if high is None else high)
-    check(option, value, f"a whole number from {low}{upper}{f' ({reason})' if reason else ''}", fits, of=of)
+    check(option, value, f"{expected} ({reason})" if reason else expected, fits, of=of)
 
 
 def _is_number(value: object) -> bool:

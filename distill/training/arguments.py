@@ -35,7 +35,7 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
     steps_per_epoch = math.ceil(batches / training.gradient_accumulation_steps)
     if steps_per_epoch < 1:
         raise ConfigError(
-            f"an epoch has no whole batch of {training.per_device_train_batch_size}; lower "
+            f"an epoch has no complete batch of {training.per_device_train_batch_size}; lower "
             "training.per_device_train_batch_size, or set data.drop_last=false"
         )
     total = training.max_steps if training.max_steps > 0 else math.ceil(steps_per_epoch * training.num_train_epochs)

@@ -114,7 +114,7 @@ class ProjectedStudent:
 def _identical_views(input_ids: Tensor, attention_mask: Tensor, views: int) -> int:
     """`views` if all views of a batch are the same texts, which need one encoding without dropout; otherwise 1."""
     identical = all(
-        torch.equal(view, whole[: len(view)]) for whole in (input_ids, attention_mask) for view in whole.chunk(views)
+        torch.equal(view, tensor[: len(view)]) for tensor in (input_ids, attention_mask) for view in tensor.chunk(views)
     )
     return views if identical else 1
 

@@ -486,7 +486,7 @@ def test_a_missing_input_is_named() -> None:
         ({"alpha": 0, "ira_weight": 0, "otis_weight": 0}, "expected at least one term above 0"),
         ({"alignment": "dtw_mean"}, "alignment: expected one of offset, mined_types"),
         ({"attention_layers": 4}, r"attention_layers: expected a whole number from 1 to 3 \(a student of 3 layers\)"),
-        ({"divisor": 0}, "divisor: expected a whole number from 1 on"),
+        ({"divisor": 0}, "divisor: expected a whole number of at least 1"),
         ({"mass": "causal"}, "mass: expected 'paper' or 'official' for a teacher that is not causal"),
         ({"mass": "equal"}, "mass: expected one of paper, official, causal"),
         ({"epsilon": 0}, "epsilon: expected a number above 0"),

@@ -256,7 +256,7 @@ def test_short_heads_exist_only_if_a_term_trains_them() -> None:
         ({"margin": -0.1}, "margin"),
         ({"prefixes": 512}, "prefixes: expected a list of widths, found 512"),
         ({"prefixes": "512"}, "prefixes: expected a list of widths"),
-        ({"prefixes": (0,)}, "prefixes: expected a whole number from 1"),
+        ({"prefixes": (0,)}, "prefixes: expected a whole number of at least 1"),
         ({"matryoshka": "dolls"}, "matryoshka: expected one of prefixes, heads, found 'dolls'"),
         ({"stage_one_epochs": -1}, "stage_one_epochs"),
         ({"temperature": 0}, "temperature"),

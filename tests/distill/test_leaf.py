@@ -275,12 +275,12 @@ def test_values_at_padding_affect_neither_loss_nor_gradient() -> None:
     objective = made(distilbert_weight=1.0, minilm_weight=1.0, tinybert_weight=1.0)
     student, teacher = student_tokens(), teacher_tokens()
     expected = added(objective, student, teacher)
-    dirty = spoilt(student)
+    dirty = with_nan(student)
     assert dirty.internals is not None
     read = [dirty.states, dirty.internals.hidden, dirty.internals.attention, dirty.internals.values]
     for tensor in read:
         tensor.requires_grad_()
-    found = added(objective, dirty, spoilt(teacher))
+    found = added(objective, dirty, with_nan(teacher))
     torch.stack(list(found.values())).sum().backward()
     for name, term in expected.items():
         assert torch.equal(found[name], term), name
@@ -289,7 +289,7 @@ def test_values_at_padding_affect_neither_loss_nor_gradient() -> None:
         assert tensor.grad.isfinite().all()
 
 
-def spoilt(given: TokenStates) -> TokenStates:
+def with_nan(given: TokenStates) -> TokenStates:
     """NaN at padding, also in the attention of padding."""
     inside = given.internals
     assert inside is not None

@@ -338,7 +338,7 @@ def test_every_kth_step_has_an_ascent() -> None:
     [
         ({"scaling": "relative"}, "expected one of none, abs, kwon, found 'relative'"),
         ({"eta": 0.1}, "only scaling 'kwon' uses it"),
-        ({"every": 0}, "every: expected a whole number from 1 on, found 0"),
+        ({"every": 0}, "every: expected a whole number of at least 1, found 0"),
         ({"every": 2.0}, "every"),
         ({"every": True}, "every"),
     ],

@@ -343,7 +343,7 @@ def test_an_epoch_without_a_whole_batch_is_refused(toy_cache: Path, tiny_student
         "data.drop_last=true",
         "training.per_device_train_batch_size=61",
     )
-    with pytest.raises(ConfigError, match="no whole batch of 61"):
+    with pytest.raises(ConfigError, match="no complete batch of 61"):
         parts(config).trainer()
 
 

@@ -156,8 +156,8 @@ def test_an_evaluation_keeps_random_states_and_training_mode(
 def test_each_evaluation_is_a_line_of_the_curve_and_a_point_of_the_record(
     toy_cache: Path, tiny_student: Path, data: Path, tmp_path: Path
 ) -> None:
-    lines: list[str] = []
-    result = run(validated(toy_cache, tiny_student, tmp_path / "run", data), announce=lines.append)
+    announced: list[str] = []
+    result = run(validated(toy_cache, tiny_student, tmp_path / "run", data), announce=announced.append)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     lines = [line for line in metrics(tmp_path / "run") if "validation" in line]
     assert record["validation"]["points"] == lines
@@ -170,7 +170,7 @@ def test_each_evaluation_is_a_line_of_the_curve_and_a_point_of_the_record(
         assert line["epoch"] == pytest.approx(line["step"] / 7)
     assert record["validation"]["seconds"] == pytest.approx(sum(line["seconds"] for line in lines), abs=1e-3)
     assert record["validation"]["files"].keys() == {"stsb_validation.csv", "mrpc_validation.csv"}
-    scored = [line for line in lines if "validation" in line]
+    scored = [line for line in announced if "validation" in line]
     assert len(scored) == 5
     assert f"step {record['validation']['best_step']}" in scored[-1]
 
