@@ -1,20 +1,19 @@
-"""What `distill eval` takes for the nine tasks, beside sentence-transformers' own encoding of the same texts.
+"""Time, memory and scores of `distill eval` on the nine tasks, compared with sentence-transformers.
 
     python benchmarks/evaluation.py --model FOLDER --data DIR [--dtype D] [--texts N] [--rounds R] [--whole] [--quick]
         [--json FILE]
 
-Every round runs each contender in a process of its own, one after another:
+Every round runs each contender in its own process, one after another:
 
-- sentence_transformers: `SentenceTransformer(model).encode` of the distinct texts, in float32 and with its own
-  defaults. Timed is this call alone, without imports, loading and tokens of a first batch.
+- sentence_transformers: `SentenceTransformer(model).encode` of the distinct texts, in float32 with its defaults. Only
+  this call is timed, after a warm-up, without imports and loading.
 - encode_fp32, encode_auto: the encoder of `distill eval` on the same texts, timed in the same way.
-- distill_eval: the whole command, from the start of its process to its end: imports, files, model, vectors, probes.
-  `--dtype` is handed to it.
+- distill_eval: the whole command, from the start of its process to its end, with `--dtype`.
 
-Ratios are taken within a round, the median of all is told. The scores of sentence-transformers' vectors come from the
-same tasks; its Normalize module is left out, since probes are trained on vectors before it. Memory is the highest
-resident memory of a process. `--texts` keeps a random share of every file's rows, so that about so many distinct texts
-remain: a score of few rows moves more with rounding than one of all.
+Ratios are within a round; the median over rounds is reported. The scores of sentence-transformers' vectors are computed
+by the same tasks, without its Normalize module, since classifiers are trained on vectors before it. Memory is the peak
+resident memory of a process. `--texts` takes a random share of the rows of every file, so that about that many distinct
+texts remain: scores of few rows are more sensitive to rounding.
 """
 
 import argparse
@@ -48,47 +47,57 @@ SEED = 42
 WARM_UP = 32
 PEER, WHOLE = "sentence_transformers", "distill_eval"
 
-# Model, data, names of tasks and `--dtype` -> what it took and gave, in JSON.
+# Model, data, names of tasks and `--dtype` -> JSON of its time, memory and scores.
 Contender = Callable[[Path, Path, list[str] | None, str], dict[str, Any]]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    asked = _arguments(arguments)
-    names = asked.tasks.split(",") if asked.tasks else None
-    if asked.contender:
-        json.dump(CONTENDERS[asked.contender](asked.model, asked.data, names, asked.dtype), asked.answer.open("w"))
+    options = _arguments(arguments)
+    names = options.tasks.split(",") if options.tasks else None
+    if options.contender:
+        json.dump(
+            CONTENDERS[options.contender](options.model, options.data, names, options.dtype), options.answer.open("w")
+        )
         return
-    chosen = ["--model", str(asked.model), "--dtype", asked.dtype, *(["--tasks", asked.tasks] if asked.tasks else [])]
+    chosen = [
+        "--model",
+        str(options.model),
+        "--dtype",
+        options.dtype,
+        *(["--tasks", options.tasks] if options.tasks else []),
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        data = asked.data if asked.texts is None else sampled(nine_tasks(asked.data, names), asked.texts, folder)
-        contenders = [PEER, WHOLE] if asked.whole else list(CONTENDERS)
+        data = (
+            options.data if options.texts is None else sampled(nine_tasks(options.data, names), options.texts, folder)
+        )
+        contenders = [PEER, WHOLE] if options.whole else list(CONTENDERS)
         rounds = [
-            run_round(contenders, number, [*chosen, "--data", str(data)], folder) for number in range(asked.rounds)
+            run_round(contenders, number, [*chosen, "--data", str(data)], folder) for number in range(options.rounds)
         ]
         texts = len(distinct_texts(nine_tasks(data, names)))
     found = {
-        "model": asked.model.name,
+        "model": options.model.name,
         "texts": texts,
-        "dtype": asked.dtype,
+        "dtype": options.dtype,
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "rounds": rounds,
     }
     found |= summary(rounds)
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2))
     show(found)
 
 
 def run_round(names: list[str], number: int, chosen: list[str], folder: Path) -> dict[str, Any]:
-    """What every contender answers, the first one of a round being another each time."""
+    """Results of all contenders; each round starts with another one."""
     start = number % len(names)
     order = [*names[start:], *names[:start]]
     return {name: in_a_process(name, chosen, folder / "answer.json") for name in order}
 
 
 def in_a_process(name: str, chosen: list[str], answer: Path) -> dict[str, Any]:
-    """A contender's answer; what it did not time itself is timed from outside."""
+    """A contender's result; the whole process is timed unless it timed itself."""
     command = [sys.executable, str(Path(__file__).resolve()), *chosen, "--contender", name, "--answer", str(answer)]
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
@@ -102,12 +111,12 @@ def in_a_process(name: str, chosen: list[str], answer: Path) -> dict[str, Any]:
 
 
 def distinct_texts(tasks: Sequence[Task]) -> list[str]:
-    """In the order in which an evaluation encodes them."""
+    """Distinct texts in the order in which an evaluation encodes them."""
     return list(dict.fromkeys(one.text for task in tasks for one in task.inputs()))
 
 
 def sampled(tasks: Sequence[Task], texts: int, folder: Path) -> Path:
-    """The tasks' files with a random share of their rows each, so that about `texts` distinct texts remain."""
+    """Write the tasks' files with a random share of their rows, so that about `texts` distinct texts remain."""
     share = texts / len(distinct_texts(tasks))
     random = np.random.default_rng(SEED)
     for path in (path for task in tasks for path in task.files()):
@@ -122,7 +131,7 @@ def sampled(tasks: Sequence[Task], texts: int, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Vectors of some texts, and the time that they took; it stands in for the encoder that gave them."""
+    """Encoded texts with the time of encoding; an encoder that looks vectors up."""
 
     rows: dict[str, int]
     vectors: npt.NDArray[np.float32]
@@ -160,10 +169,10 @@ def own_encoder(precision: str) -> Contender:
         from distill.evaluation.encoders import resolved_dtype
         from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
 
-        settled = resolved_dtype(precision)
-        encoder = load_teacher(resolve(TeacherOptions(model=str(model), normalize=False, dtype=settled)))
+        dtype_name = resolved_dtype(precision)
+        encoder = load_teacher(resolve(TeacherOptions(model=str(model), normalize=False, dtype=dtype_name)))
         encoding = Encoding.timed(distinct_texts(nine_tasks(data, names)), lambda texts: encode_all(encoder, texts))
-        return encoding.to_json() | {"dtype": settled}
+        return encoding.to_json() | {"dtype": dtype_name}
 
     return run
 
@@ -187,7 +196,7 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over rounds, and of the scores the largest difference that any round saw."""
+    """Medians over rounds, and the largest difference of each score in any round."""
     contenders = {}
     for name in rounds[0]:
         contenders[name] = {
@@ -199,8 +208,8 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     tasks = {}
     for task, score in rounds[0][PEER]["tasks"].items():
         pairs = [(one[PEER]["tasks"][task]["score"], one[WHOLE]["tasks"][task]["score"]) for one in rounds]
-        theirs, ours = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
-        tasks[task] = {"metric": score["metric"], PEER: theirs, WHOLE: ours, "difference": ours - theirs}
+        peer, whole = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
+        tasks[task] = {"metric": score["metric"], PEER: peer, WHOLE: whole, "difference": whole - peer}
     return {"contenders": contenders, "tasks": tasks, "auto": rounds[0].get("encode_auto", {}).get("dtype")}
 
 
@@ -236,17 +245,17 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder of the nine tasks' files")
     parser.add_argument("--tasks", help="comma list; all nine by default")
     parser.add_argument("--dtype", default="fp32", help="of distill eval: auto, fp32 or bf16")
-    parser.add_argument("--texts", type=int, help="about so many distinct texts, a share of every file's rows")
+    parser.add_argument("--texts", type=int, help="about this many distinct texts, a share of the rows of every file")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--whole", action="store_true", help="only sentence-transformers and the whole distill eval")
     parser.add_argument("--quick", action="store_true", help=f"one round of about {QUICK_TEXTS} texts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--contender", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
-    if asked.quick:
-        asked.texts, asked.rounds = asked.texts or QUICK_TEXTS, 1
-    return asked
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.texts, options.rounds = options.texts or QUICK_TEXTS, 1
+    return options
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Tasks of the MTEB library, with the model's own prompts for each of them."""
 
-import importlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from distill.errors import EvaluationError
+from distill.errors import ConfigError, EvaluationError
 from distill.evaluation.base import DOCUMENT, QUERY, TEXT, Encoder, Progress, TaskScore, no_progress
 from distill.evaluation.encoders import DOCUMENT_PROMPTS, ModelEncoder, ModelSlot, encode_all, options_by_role
+from distill.registry import load_class
 from teacher_cache.errors import optional_import
 from teacher_cache.teachers import TeacherOptions, model_prompts, resolve, resolve_dtype
 
@@ -162,17 +162,12 @@ def _task(name: str) -> "AbsTask":
     import mteb
     from mteb.abstasks import AbsTask
 
-    module, colon, class_name = name.partition(":")
-    if colon:
-        try:
-            found = getattr(importlib.import_module(module), class_name)
-        except (ModuleNotFoundError, AttributeError) as error:
-            raise EvaluationError(f"mteb: task {name!r} cannot be imported: {error}") from error
-        if not (isinstance(found, type) and issubclass(found, AbsTask)):
-            raise EvaluationError(f"mteb: task {name!r} is not a subclass of mteb's AbsTask")
-        return found()
     try:
+        if ":" in name:
+            return load_class(name, {}, "MTEB task", AbsTask)()
         return mteb.get_task(name)
+    except ConfigError as error:
+        raise EvaluationError(str(error)) from error
     except KeyError as error:
         # The message has the nearest task's name.
         raise EvaluationError(f"mteb: no such task: {str(error.args[0]).removeprefix('KeyError: ')}") from error

@@ -181,8 +181,8 @@ def test_mteb_accepts_it_as_an_encoder() -> None:
     ("name", "message"),
     [
         ("STS13x", "no such task: 'STS13x'.*'STS13'"),
-        ("no_such_module:Task", "cannot be imported"),
-        ("pathlib:Path", "not a subclass"),
+        ("no_such_module:Task", "MTEB task: found no module 'no_such_module'"),
+        ("pathlib:Path", "MTEB task: .* must name a subclass of mteb"),
         ("tests.distill.test_mteb:LostSTS", "the data of LostSTS cannot be loaded: no way to the data"),
     ],
 )
