@@ -62,7 +62,7 @@ class Process:
                 start_new_session=True,
             )
 
-    def ask(self, request: str, **arguments: Any) -> Answer:
+    def request(self, request: str, **arguments: Any) -> Answer:
         """The response to one request.
 
         Raises:
@@ -157,7 +157,7 @@ class Contest:
         rows = rows or self.size.rows
         self._prepare(name, rows)
         with self._process(name, rows) as process:
-            process.ask("open")
+            process.request("open")
             yield process
 
     @contextmanager
@@ -166,7 +166,7 @@ class Contest:
         vectors = self._vectors(self.size.rows if name in REPEATED else rows)
         process = Process(name, self.root(rows), vectors, rows, self.size.dims)
         try:
-            process.ask("load")
+            process.request("load")
             yield process
         finally:
             process.close()
@@ -175,7 +175,7 @@ class Contest:
         path = self.root(rows) / "npy" / "vectors.npy"
         complete = path.parent.with_suffix(".json")
         if not complete.exists():
-            say(f"{rows} rows: created")
+            print_status(f"{rows} rows: created")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_vectors(path, rows, self.size.dims)
             complete.write_text(json.dumps({"bytes": path.stat().st_size}))
@@ -188,10 +188,10 @@ class Contest:
         if not complete.exists():
             with self._process(name, rows) as process:
                 if not complete.exists():  # the memory map's data exist already
-                    say(f"{name}: writing {rows} rows")
+                    print_status(f"{name}: writing {rows} rows")
                     shutil.rmtree(data, ignore_errors=True)
                     data.mkdir(parents=True)
-                    complete.write_text(json.dumps(process.ask("write")))
+                    complete.write_text(json.dumps(process.request("write")))
         self.bytes[name] = json.loads(complete.read_text())["bytes"]
 
     @contextmanager
@@ -201,10 +201,10 @@ class Contest:
             yield
         except (Absent, Failed) as error:
             self.missing[name] = "absent" if isinstance(error, Absent) else f"failed: {error}"
-            say(f"{name}: {self.missing[name]}")
+            print_status(f"{name}: {self.missing[name]}")
 
     def rounds(
-        self, names: Iterable[str], count: int, ask: Callable[[Process, int], Answer]
+        self, names: Iterable[str], count: int, measure: Callable[[Process, int], Answer]
     ) -> dict[str, list[Answer]]:
         """The responses of each contender in `count` interleaved rounds.
 
@@ -222,12 +222,12 @@ class Contest:
                     with self.noting(name):
                         warm(self.data(name))  # the page cache may have dropped idle files
                         processes[name].resume()
-                        answer = ask(processes[name], number)
+                        answer = measure(processes[name], number)
                         processes[name].pause()
                         if number >= 0:
                             answers.setdefault(name, []).append(answer)
         return {name: found for name, found in answers.items() if len(found) == count}
 
 
-def say(line: str) -> None:
+def print_status(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -2,19 +2,17 @@
 
     python benchmarks/ingest.py [--quick] [--json FILE] [--scratch FOLDER] [--rows N[,N...]]
 
-Texts of about 60 bytes lie in one file of JSON lines; the teacher is `toy`, so that the store's own cost is seen.
-Each build and each reading is a process of its own. Told of each:
+Texts of about 60 bytes are in one file of JSON lines; the teacher is `toy`, so that the store's cost is visible. Each
+build and each reading is a new process. Reported are:
 
 - texts: reading the file, hashing, storing texts and keys, publishing the corpus;
 - teacher: fetching the texts again and encoding them;
 - vectors: checking, compressing and committing them;
-- the peak of resident memory, and of its anonymous part: pages of mapped files belong to the system, which takes
-  them back when it needs them;
-- serving texts and vectors of 100,000 random rows, 256 at a time, from a cache just opened.
+- peak resident memory and its anonymous part: pages of mapped files belong to the system, which reclaims them;
+- reading texts and vectors of 100,000 random rows, 256 at a time, from a cache that was just opened.
 
-Beside it stands a bare loop over the same file and the same teacher that keeps nothing but one .npy file of
-float16: no look-up, no digest, no commit, no resuming. Rounds are interleaved, figures are medians; the largest
-size is built once.
+The baseline is a plain loop over the same file and teacher that writes one .npy file of float16: no look-up, no digest,
+no commit, no resuming. Rounds are interleaved, figures are medians; the largest size is built once.
 """
 
 import argparse

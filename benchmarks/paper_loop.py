@@ -7,11 +7,11 @@
              R_l the B x B cosines of a layer
     SimCSE   cross entropy of the cosines between the last layers of two dropout views, divided by 0.1
 
-Each view is a forward pass of its own over the batch padded to its longest text, in float32, with the attention that
+Each view is a separate forward pass over the batch padded to its longest text, in float32, with the attention that
 transformers chooses. With ASAM, as the published code has it: a backward pass; every parameter with a gradient goes
 to w + 0.05 w^2 g / ||w g||; both views again under fresh masks, a backward pass there; back to w; AdamW.
 
-Where the published loop does more, this one is spared it: heads for layers that are not anchored, the outputs of the
+Left out of the published loop: heads for layers that are not anchored, the outputs of the
 first pass kept through the second, a finite check of every tensor.
 """
 
@@ -36,7 +36,7 @@ WARM_UP, LAST_RATE = 0.06, 0.1
 
 
 class PaperLoop(nn.Module):
-    """Mean-pooled student, its heads and their optimiser.
+    """Mean-pooled student, its heads and their optimizer.
 
     Args:
         encoder: a transformers folder.

@@ -1,4 +1,4 @@
-"""A TALAS step beside the standard way to a wider teacher and beside the paper's own loop: time and peak memory.
+"""Step time and peak memory of TALAS, of sentence-transformers' MSELoss and of the paper's own training loop.
 
     python benchmarks/step.py --model FOLDER --corpus FILE.csv [--text-key COLUMN] [--steps N] [--warm-up N]
         [--rounds R] [--only talas,mse,...] [--quick] [--json FILE]
@@ -11,18 +11,17 @@ Contenders, each in float32 and, but for the paper's, in the precision that `tra
   activation; texts and targets from a data set on disk. Its collator tokenizes between two steps.
 - paper, paper+asam: `benchmarks/paper_loop.py`; texts and targets in memory, tokenized between two steps.
 
-All have the same student with its own dropout, the same distinct texts in the same batches of 32, cut at the same
-length; the same 1,024-wide targets (random unit vectors); the student's learning rate,
-schedule, weight decay, seeds and threads. A TALAS step encodes every text twice, one of MSELoss once. The others pad a
-batch to its longest text; what a run does about padding is its own. Both trainers have the fused AdamW and clip no
-gradient; the paper's loop has `torch.optim.AdamW` as it comes.
+All have the same student with dropout, the same distinct texts in the same batches of 32, truncated at the same length;
+the same 1,024-wide targets (random unit vectors); the student's learning rate, schedule, weight decay, seeds and
+threads. A TALAS step encodes every text twice, a step of MSELoss once. The others pad a batch to its longest text; a
+run packs it. Both trainers have the fused AdamW and clip no gradient; the paper's loop has the default `AdamW`.
 
-In each round every contender trains anew in this process, another one first each time, and each round has other
-batches. A step lasts from the end of the one before to its own end, the wait for its batch included. Cheap sharpness
-takes turns with plain steps, so that a figure is the mean of two steps in a row; a round's is the median of those.
-Ratios are taken within a round; the median of all is reported. Memory is measured in a new process that has trained
-two steps of two texts before: the highest resident memory of a round's batches beyond what was held before the model
-was loaded; the median of three processes, because what the heap keeps of freed blocks differs by a tenth.
+In each round every contender trains from the start in this process, in another order and on other batches. A step
+lasts from the end of the previous one to its own end, with the wait for its batch. Cheap sharpness alternates with
+plain steps, so a figure is the mean of two successive steps; the figure of a round is the median of those. Ratios are
+taken within a round; their median is reported. Memory is measured in a new process that has trained two steps of two
+texts before: the highest resident memory over the batches of a round less the resident memory before the model was
+loaded; the median of three processes, because what the heap keeps of freed blocks varies by a tenth.
 """
 
 import argparse
@@ -232,13 +231,13 @@ def show(found: Figures) -> None:
         f"{found['model']}, {found['texts']:,} distinct texts, batches of {found['batch']}, targets "
         f"{found['width']} wide, {found['threads']} threads, {len(found['rounds'])} rounds of {found['steps']} steps"
     )
-    print(f"{'':18} {'ms a step':>10} {'processor ms':>13} {'peak MB':>9}")
+    print(f"{'':18} {'ms/step':>10} {'CPU ms':>13} {'peak MB':>9}")
     for name, of in found["contenders"].items():
         print(f"{name:18} {1e3 * of['seconds']:10.0f} {1e3 * of['processor']:13.0f} {of['peak_bytes'] / 1e6:9,.0f}")
     for one in found["step"]:
         print(
             f"step, {one['what']}: {one['mine']} / {one['theirs']} {one['ratio']:.2f} ({one['least']:.2f} to "
-            f"{one['most']:.2f}), processor {one['processor']:.2f}{verdict(one)}"
+            f"{one['most']:.2f}), CPU time {one['processor']:.2f}{verdict(one)}"
         )
     for one in found["memory"]:
         print(f"peak memory, {one['what']}: {one['mine']} / {one['theirs']} {one['ratio']:.2f}{verdict(one)}")

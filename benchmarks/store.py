@@ -29,7 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contender import Streamed
-from benchmarks.contest import Contest, Process, Size, say
+from benchmarks.contest import Contest, Process, Size, print_status
 from benchmarks.own import format_size
 from benchmarks.peers import CONTENDERS, DEFAULT, DEFAULT_64K, HF_ITERABLE, RAW, RAW_64K, REPEATED, ZARR
 from benchmarks.resources import cool
@@ -65,7 +65,7 @@ class Store:
 
     def stream(self) -> Figures:
         def ask(process: Process, number: int) -> Figures:
-            return process.ask("stream", epoch=number + 1, limit=self.seconds if number >= 0 else 2.0)
+            return process.request("stream", epoch=number + 1, limit=self.seconds if number >= 0 else 2.0)
 
         found = self.contest.rounds(CONTENDERS, self.count, ask)
         return {
@@ -81,7 +81,7 @@ class Store:
         def ask(process: Process, number: int) -> Figures:
             # The warm-up round is longer: it also maps pages for the later ones.
             times = self.gathers if number >= 0 else 5 * self.gathers
-            return process.ask("gather", seed=number + 1, times=times, limit=5.0)
+            return process.request("gather", seed=number + 1, times=times, limit=5.0)
 
         hot = self.contest.rounds(GATHERERS, self.count, ask)
         cold: dict[str, list[Figures]] = {}
@@ -103,10 +103,10 @@ class Store:
         taken: list[float] = []
         resident: list[float] = []
         with self.contest.running(name) as process:
-            process.ask("touch")
+            process.request("touch")
             for turn in range(COLD_GATHERS):
                 resident.append(cool(self.contest.data(name)))
-                answer = process.ask("gather", seed=COLD_GATHERS * number + turn, times=1, limit=60.0)
+                answer = process.request("gather", seed=COLD_GATHERS * number + turn, times=1, limit=60.0)
                 taken += answer["milliseconds"]
         return {"milliseconds": taken, "resident": max(resident)}
 
@@ -122,7 +122,7 @@ class Store:
                 with self.contest.noting(wanted):
                     for number in range(self.count):
                         with self.contest.running(wanted, rows) as process:
-                            peaks.append(process.ask("stream", epoch=number, limit=600.0))
+                            peaks.append(process.request("stream", epoch=number, limit=600.0))
                     keys = ("peak", "anonymous_growth", "file_growth")
                     found.setdefault(wanted, {})[str(rows)] = {
                         "torch": any(answer["torch"] for answer in peaks),
@@ -132,14 +132,14 @@ class Store:
 
     def shuffle(self) -> Figures:
         def ask(process: Process, number: int) -> Figures:
-            return process.ask("shuffle", epoch=number + 1, limit=self.seconds) if number >= 0 else {}
+            return process.request("shuffle", epoch=number + 1, limit=self.seconds) if number >= 0 else {}
 
         return {name: answer for name, (answer,) in self.contest.rounds(CONTENDERS, 1, ask).items()}
 
     def write(self) -> Figures:
         rows = min(self.rows, WRITTEN_SHARDS * SHARD_ROWS)
         found = self.contest.rounds(
-            [DEFAULT, ZARR], self.count, lambda process, _: process.ask("write_shards", rows=rows)
+            [DEFAULT, ZARR], self.count, lambda process, _: process.request("write_shards", rows=rows)
         )
         return {
             name: {
@@ -152,7 +152,7 @@ class Store:
 
     def size(self) -> Figures:
         if not self.files:
-            say("size: no --vectors FILE.npy, nothing to measure")
+            print_status("size: no --vectors FILE.npy, nothing to measure")
         found: Figures = {}
         for path in self.files:
             vectors = np.load(path, mmap_mode="r")[: self.rows]
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
         store = Store(contest, options.rounds, options.seconds, 20 if options.quick else 100, options.vectors)
         results: Figures = {"rows": options.rows, "dims": options.dims, "rounds": options.rounds, **machine()}
         for measure in options.measures or MEASURES:
-            say(f"{measure} ...")
+            print_status(f"{measure} ...")
             results[measure] = getattr(store, measure)()
         results["missing"] = contest.missing
     results["ratios"] = ratios(results)

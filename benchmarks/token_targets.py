@@ -3,17 +3,17 @@
     python benchmarks/token_targets.py --teacher FOLDER --student FOLDER --corpus FILE [--methods emo,dskd,cdm,talas]
         [--steps 100] [--texts 2048] [--storage float16] [--wider 1024x24 ...] [--memory] [--quick] [--json FILE]
 
-Two students begin with the same weights and see the same texts in the same order under the same dropout masks; one
-reads what the teacher said of them, the other one's teacher is asked. They take turns, step by step, and so does who
-goes first. A step is the batch (records, alignments, and what the teacher says of them), forward, backward and AdamW.
+Two students start with the same weights and see the same texts in the same order under the same dropout masks; one
+reads the teacher's outputs from the cache, the other one's teacher encodes them. Steps alternate between the two, and
+so does which one goes first. A step is the batch (records, alignments, teacher outputs), forward, backward and AdamW.
 
 Times are medians, and the ratio is the median of the steps' ratios. "Losses" are both losses at the weights of the
-student of the cache: what storing changes. "Curves" are the losses of the two students, each at weights of its own.
-Where the losses of the given teacher differ by more than the format explains, the exit status is 1.
+cached student: the effect of storing. "Curves" are the losses of the two students, each at its own weights. If the
+losses of the given teacher differ by more than the encoding explains, the exit status is 1.
 
-`--wider HIDDENxLAYERS` repeats it, in fewer steps, with random teachers of the same class that are larger. Methods on
-sentence vectors alone are a line for comparison. `--memory` gives each side a process of its own. `--quick` without
-folders makes small random models.
+`--wider HIDDENxLAYERS` repeats it, in fewer steps, with larger random teachers of the same class. Methods that compare
+vectors only are listed for comparison. `--memory` runs each side in a new process. `--quick` without folders creates
+small random models.
 """
 
 import argparse
@@ -169,7 +169,7 @@ def made(method: str, student: StudentShape, teacher: TeacherShape) -> Objective
 def step_by_step(method: str, setting: Setting, steps: int) -> Figures:
     """Both sides of one method, interleaved."""
     times: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
-    losses: dict[str, list[dict[str, float]]] = {mode: [] for mode in (*MODES, "asked")}
+    losses: dict[str, list[dict[str, float]]] = {mode: [] for mode in (*MODES, "encoded")}
     with TeacherCache.open(setting.cache) as cache:
         sides = {mode: Side(mode, method, setting, cache) for mode in MODES}
         for number in range(WARM_UP + steps):
@@ -180,7 +180,7 @@ def step_by_step(method: str, setting: Setting, steps: int) -> Figures:
                 batches[mode] = sides[mode].fetch()
                 fetched[mode] = now(setting.device) - started
             # With gradients: without them other kernels may run.
-            losses["asked"].append(plain(sides["cached"].forward(batches["online"], number)))
+            losses["encoded"].append(plain(sides["cached"].forward(batches["online"], number)))
             for mode in turns:
                 started = now(setting.device)
                 found = sides[mode].learn(batches[mode], number)
@@ -206,10 +206,10 @@ def step_by_step(method: str, setting: Setting, steps: int) -> Figures:
             }
             for mode in MODES
         },
-        "losses_differ": largest_difference(losses["cached"], losses["asked"], "loss"),
+        "losses_differ": largest_difference(losses["cached"], losses["encoded"], "loss"),
         "curves_differ": largest_difference(losses["cached"], losses["online"], "loss"),
         "terms_differ": {
-            term: largest_difference(losses["cached"], losses["asked"], term)
+            term: largest_difference(losses["cached"], losses["encoded"], term)
             for term in losses["cached"][0]
             if term != "loss"
         },
@@ -286,7 +286,7 @@ def against(setting: Setting, texts: Path, methods: tuple[str, ...], steps: int,
         "bytes_per_text": sizes,
         "methods": {},
     }
-    say(found)
+    print_figures(found)
     for method in methods:
         found["methods"][method] = of_method = step_by_step(method, setting, steps)
         if memory:
@@ -295,7 +295,7 @@ def against(setting: Setting, texts: Path, methods: tuple[str, ...], steps: int,
     return found
 
 
-def say(found: Figures) -> None:
+def print_figures(found: Figures) -> None:
     sizes = ", ".join(f"{name} {size:,.0f}" for name, size in found["bytes_per_text"].items())
     print(
         f"teacher {found['teacher']}: {found['parameters'] / 1e6:.1f} million parameters; {found['texts']:,} texts of "

@@ -186,7 +186,7 @@ def test_an_absent_contender_is_skipped_and_reported(tmp_path: Path, capsys: pyt
 @pytest.mark.skipif(importlib.util.find_spec("litdata") is not None, reason="litdata is installed")
 def test_a_library_that_is_not_installed_is_absent(tmp_path: Path) -> None:
     contest = Contest(tmp_path, Size(100, 8))
-    assert contest.rounds([LITDATA], 1, lambda process, number: process.ask("stream", epoch=0, limit=1.0)) == {}
+    assert contest.rounds([LITDATA], 1, lambda process, number: process.request("stream", epoch=0, limit=1.0)) == {}
     assert contest.missing == {LITDATA: "absent"}
 
 
