@@ -1,18 +1,18 @@
-"""What `tcache build` takes to encode texts, beside sentence-transformers' own encoding of the same texts and model.
+"""Time of `tcache build` to encode texts, compared with sentence-transformers on the same texts and model.
 
     python benchmarks/encode.py --model FOLDER --corpus FILE.csv [--texts N] [--rounds R] [--quick] [--json FILE]
 
-In every round each contender has its turn in this process, another one first each time:
+In every round each contender runs once in this process, each time starting with another one:
 
-- sentence_transformers: `SentenceTransformer(model).encode` of the distinct texts, in float32, with its own defaults.
-- encode_fp32, encode_auto: the teacher of a build on the same texts, in float32 and in the precision that
-  `--dtype auto` measures to be best; in the order and the portions of a build. Loading is not timed, nor is the probe.
+- sentence_transformers: `SentenceTransformer(model).encode` of the distinct texts, in float32, with its defaults.
+- encode_fp32, encode_auto: the teacher of a build on the same texts, in float32 and in the dtype that `--dtype auto`
+  chooses, in the order and batches of a build, without loading and without measuring the dtype.
 - save: the whole job by hand: read the file, load the model, encode, `numpy.save`.
 - build_fp32, build_auto: the whole job by `tcache build` into a new cache: reading, index, loading (with auto the
-  probe, which loads the model twice), encoding, float16 shards, commit.
+  measurement, which loads the model twice), encoding, float16 shards, commit.
 
-Ratios are taken within a round, of encoding to sentence_transformers and of builds to save; the median of all is told.
-Cosines are to the float32 vectors of sentence-transformers, the smallest over all texts.
+Ratios are computed within a round, of encoding to sentence_transformers and of builds to save; the median is printed.
+Cosines are the smallest over all texts to the float32 vectors of sentence-transformers.
 """
 
 import argparse
@@ -42,8 +42,8 @@ QUICK_TEXTS = 64
 SEED = 42
 WARM_UP = 64
 PEER, BY_HAND = "sentence_transformers", "save"
-# Each contender, and whose time its ratio is taken to.
-AGAINST = {
+# Contender -> its baseline.
+BASELINES = {
     PEER: PEER,
     "encode_fp32": PEER,
     "encode_auto": PEER,
@@ -57,22 +57,22 @@ Figures = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    asked = _arguments(arguments)
-    found = measured(asked.model, asked.corpus, asked.text_key, asked.texts, asked.rounds)
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=2))
-    show(found)
+    args = _arguments(arguments)
+    found = measure(args.model, args.corpus, args.text_key, args.texts, args.rounds)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2))
+    print_results(found)
 
 
-def measured(model: Path, corpus: Path, column: str, texts: int | None, rounds: int) -> Figures:
-    """All rounds, what they say together, and how near the vectors are."""
-    chosen = sampled(distinct(corpus, column), texts)
+def measure(model: Path, corpus: Path, column: str, texts: int | None, rounds: int) -> Figures:
+    """Times of all rounds, their summary, and the smallest cosines."""
+    chosen = sample(distinct(corpus, column), texts)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         part = folder / "corpus.csv"
         with part.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows([[column], *([text] for text in chosen)])
-        contenders, dtype = made(model, part, column, chosen, folder)
+        contenders, dtype = load_contenders(model, part, column, chosen, folder)
         vectors: dict[str, Vectors] = {}
         seconds = [one_round(contenders, number, vectors) for number in range(rounds)]
     return {
@@ -86,10 +86,10 @@ def measured(model: Path, corpus: Path, column: str, texts: int | None, rounds: 
     }
 
 
-def made(
+def load_contenders(
     model: Path, part: Path, column: str, texts: list[str], folder: Path
 ) -> tuple[dict[str, Callable[[], Vectors | None]], str]:
-    """The contenders, warm, and the precision that auto is."""
+    """The contenders after a warm-up, and the dtype chosen by auto."""
     from sentence_transformers import SentenceTransformer
 
     def options(dtype: str) -> TeacherOptions:
@@ -107,22 +107,22 @@ def made(
         return run
 
     peer = SentenceTransformer(str(model), device="cpu")
-    settled = resolve_dtype(resolve(options("auto")), [])
-    full, best = load_teacher(resolve(options("float32"))), load_teacher(settled)
+    resolved = resolve_dtype(resolve(options("auto")), [])
+    full, best = load_teacher(resolve(options("float32"))), load_teacher(resolved)
     for encode in (peer.encode, full.encode, best.encode):
         encode(texts[:WARM_UP])
     return {
         PEER: lambda: np.asarray(peer.encode(texts)),
-        "encode_fp32": lambda: as_a_build(full, texts),
-        "encode_auto": lambda: as_a_build(best, texts),
+        "encode_fp32": lambda: encode_like_build(full, texts),
+        "encode_auto": lambda: encode_like_build(best, texts),
         BY_HAND: by_hand,
         "build_fp32": built("float32"),
         "build_auto": built("auto"),
-    }, settled.space.dtype
+    }, resolved.space.dtype
 
 
-def as_a_build(teacher: Teacher, texts: Sequence[str]) -> Vectors:
-    """Vectors in the order of `texts`, asked for as a build does: sorted by length, some at a time."""
+def encode_like_build(teacher: Teacher, texts: Sequence[str]) -> Vectors:
+    """Vectors in the order of `texts`, encoded as a build does: sorted by length, in batches."""
     order = np.argsort([len(text) for text in texts], kind="stable")
     out = np.empty((len(texts), teacher.space.dims), dtype=np.float32)
     for start in range(0, len(texts), BATCH_ROWS):
@@ -138,17 +138,17 @@ def one_round(
     start = number % len(names)
     for name in (*names[start:], *names[:start]):
         started, used = time.perf_counter(), time.process_time()
-        said = contenders[name]()
+        output = contenders[name]()
         found[name] = {"seconds": time.perf_counter() - started, "processor": time.process_time() - used}
-        if said is not None:
-            vectors[name] = said
+        if output is not None:
+            vectors[name] = output
     return found
 
 
 def summary(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Medians over rounds; `speedup` is how many times as fast as what a contender is compared with."""
+    """Medians over rounds; `speedup` is relative to the baseline of a contender."""
     found = {}
-    for name, other in AGAINST.items():
+    for name, other in BASELINES.items():
         found[name] = {figure: median(one[name][figure] for one in rounds) for figure in ("seconds", "processor")}
         found[name]["speedup"] = median(one[other]["seconds"] / one[name]["seconds"] for one in rounds)
         found[name]["processor_speedup"] = median(one[other]["processor"] / one[name]["processor"] for one in rounds)
@@ -162,19 +162,19 @@ def smallest_cosine(a: Vectors, b: Vectors) -> float:
 
 
 def distinct(corpus: Path, column: str) -> list[str]:
-    """The texts of one column of a CSV file, each once."""
+    """Distinct texts of one column of a CSV file."""
     with corpus.open(encoding="utf-8-sig", newline="") as file:
         return list(dict.fromkeys(row[column] for row in csv.DictReader(file) if row[column]))
 
 
-def sampled(texts: list[str], count: int | None) -> list[str]:
-    """Some of them at random, in their order."""
+def sample(texts: list[str], count: int | None) -> list[str]:
+    """A random sample of the texts, in their order."""
     if count is None or count >= len(texts):
         return texts
     return [texts[i] for i in np.sort(np.random.default_rng(SEED).choice(len(texts), count, replace=False)).tolist()]
 
 
-def show(found: Figures) -> None:
+def print_results(found: Figures) -> None:
     print(
         f"{found['model']}, {found['texts']:,} distinct texts, {found['threads']} threads, {len(found['rounds'])} "
         f"rounds; auto is {found['auto']}"
@@ -185,16 +185,16 @@ def show(found: Figures) -> None:
             f"{name:22} {figures['seconds']:9.1f} {figures['speedup']:14.2f} {figures['processor']:12.1f} "
             f"{figures['processor_speedup']:14.2f}"
         )
-    told, cosines = found["contenders"], found["cosines"]
+    contenders, cosines = found["contenders"], found["cosines"]
     print(
         f"smallest cosine to sentence-transformers: fp32 {cosines['encode_fp32']:.7f}, auto "
         f"{cosines['encode_auto']:.5f}"
     )
     print(
-        f"encoding {found['texts']:,} texts is {told['encode_fp32']['speedup']:.2f} times as fast as "
-        f"sentence-transformers at float32, {told['encode_auto']['speedup']:.2f} times in {found['auto']} (smallest "
-        f"cosine {cosines['encode_auto']:.5f}); a whole build {told['build_fp32']['speedup']:.2f} and "
-        f"{told['build_auto']['speedup']:.2f} times as fast as encode and save"
+        f"encoding {found['texts']:,} texts is {contenders['encode_fp32']['speedup']:.2f} times as fast as "
+        f"sentence-transformers at float32, {contenders['encode_auto']['speedup']:.2f} times in {found['auto']} "
+        f"(smallest cosine {cosines['encode_auto']:.5f}); a whole build {contenders['build_fp32']['speedup']:.2f} and "
+        f"{contenders['build_auto']['speedup']:.2f} times as fast as encode and save"
     )
 
 
@@ -202,15 +202,15 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a sentence-transformers folder")
     parser.add_argument("--corpus", type=Path, required=True, help="a CSV file")
-    parser.add_argument("--text-key", default="text", help="its column")
-    parser.add_argument("--texts", type=int, help="so many distinct texts, drawn at random; all by default")
+    parser.add_argument("--text-key", default="text", help="column of the texts")
+    parser.add_argument("--texts", type=int, help="number of distinct texts to draw at random; all by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help=f"one round of {QUICK_TEXTS} texts")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args(arguments)
-    if asked.quick:
-        asked.texts, asked.rounds = asked.texts or QUICK_TEXTS, 1
-    return asked
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.texts, args.rounds = args.texts or QUICK_TEXTS, 1
+    return args
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def test_ratios_are_taken_within_rounds() -> None:
     def round_of(slower: float, seconds: dict[str, float]) -> dict[str, dict[str, float]]:
         return {name: {"seconds": slower * one, "processor": 2 * slower * one} for name, one in seconds.items()}
 
-    first = dict(zip(encode.AGAINST, (6.0, 3.0, 2.0, 10.0, 4.0, 5.0), strict=True))
+    first = dict(zip(encode.BASELINES, (6.0, 3.0, 2.0, 10.0, 4.0, 5.0), strict=True))
     # The machine is ten times slower in the second round: of each contender alone, the medians say little.
     found = encode.summary([round_of(1, first), round_of(10, first), round_of(1, first | {"encode_auto": 3.0})])
     assert found["encode_fp32"]["speedup"] == pytest.approx(2)
@@ -29,8 +29,8 @@ def test_a_sample_keeps_the_order_and_texts_are_distinct(tmp_path: Path) -> None
         csv.writer(file).writerows([["text", "source"], ["b", "1"], ["a", "1"], ["b", "2"], ["", "2"], ["c", "2"]])
     texts = encode.distinct(tmp_path / "corpus.csv", "text")
     assert texts == ["b", "a", "c"]
-    assert encode.sampled(texts, 2) in (["b", "a"], ["b", "c"], ["a", "c"])
-    assert encode.sampled(texts, 7) == texts
+    assert encode.sample(texts, 2) in (["b", "a"], ["b", "c"], ["a", "c"])
+    assert encode.sample(texts, 7) == texts
 
 
 def test_the_smallest_cosine_is_of_the_worst_row() -> None:
@@ -52,6 +52,6 @@ def test_the_benchmark_runs_and_contenders_give_equal_vectors(
     )
     assert capsys.readouterr().out.splitlines()[-1].startswith("encoding 64 texts is ")
     found = json.loads((tmp_path / "f").read_text())
-    assert found["contenders"].keys() == encode.AGAINST.keys()
+    assert found["contenders"].keys() == encode.BASELINES.keys()
     assert found["cosines"]["encode_fp32"] == pytest.approx(1, abs=1e-6)
     assert found["cosines"]["encode_auto"] == pytest.approx(1, abs=1e-3)
