@@ -115,7 +115,7 @@ corpus_option = click.option("--corpus", help="Name of a corpus; needed if the c
 trust_remote_code = click.option("--trust-remote-code", is_flag=True, help="Run Python code from the model's folder.")
 max_length = click.option("--max-length", type=click.IntRange(1), help="Most tokens of a text, with special tokens.")
 
-# How a model encodes; without an option, as its own files say.
+# How a model encodes. Without an option, the values in its files are used.
 model_options = options(
     click.option("--revision", help="Commit or tag of a model on the Hugging Face hub."),
     click.option(

@@ -102,15 +102,15 @@ def test_the_gpu_script_has_the_settings_of_the_paper(tmp_path: Path) -> None:
         [SCRIPT, tmp_path / "out"], env={**os.environ, "DISTILL": str(fake)}, capture_output=True, text=True, check=True
     )
     command, *flags = done.stdout.splitlines()
-    asked = bench.make_context("bench", flags).params
+    parameters = bench.make_context("bench", flags).params
     assert command == "bench"
-    assert (asked["student"], asked["random_weights"]) == ("shape:bert-base", "Qwen3-Embedding-4B")
-    assert (asked["precision"], asked["batch_size"], asked["memory_cap"]) == ("fp16", 32, 15 * 10**9)
+    assert (parameters["student"], parameters["random_weights"]) == ("shape:bert-base", "Qwen3-Embedding-4B")
+    assert (parameters["precision"], parameters["batch_size"], parameters["memory_cap"]) == ("fp16", 32, 15 * 10**9)
     assert {"talas", "talas+asam", "jasper", "distillcse", "leaf", "emo", "emo@online", "dskd@online", "cdm"} <= set(
-        asked["methods"]
+        parameters["methods"]
     )
-    assert [output.name for output in asked["output"]] == ["t4.json", "t4.md"]
-    assert asked["minutes"] <= 4
+    assert [output.name for output in parameters["output"]] == ["t4.json", "t4.md"]
+    assert parameters["minutes"] <= 4
 
 
 @pytest.mark.slow

@@ -150,12 +150,12 @@ def test_a_second_evaluation_reuses_the_vectors_of_the_first(
 def test_queries_and_documents_are_encoded_with_their_prompts(collection: Path, tmp_path: Path) -> None:
     model = write_sentence_transformer(tmp_path)
     words: list[str | Path] = ["eval", model, "--retrieval", collection]
-    said = distill(*words).stderr
-    assert "query: st · mean pooling · prompt 'the river '" in said
-    assert "document: st · mean pooling · no prompt" in said
-    said = distill(*words, "--query-prompt", "", "--document-prompt", "").stderr
-    assert "query, document: st" not in said  # with one prompt for all roles, the roles are not named
-    assert "st · mean pooling · no prompt" in said
+    printed = distill(*words).stderr
+    assert "query: st · mean pooling · prompt 'the river '" in printed
+    assert "document: st · mean pooling · no prompt" in printed
+    printed = distill(*words, "--query-prompt", "", "--document-prompt", "").stderr
+    assert "query, document: st" not in printed  # with one prompt for all roles, the roles are not named
+    assert "st · mean pooling · no prompt" in printed
     cache = tmp_path / "cache"
     teacher: list[str | Path] = [
         "--mode",

@@ -405,7 +405,7 @@ def test_sealing_a_folder_that_is_not_a_cache_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("verify", "C", "--max-length", "10"), "need --teacher"),
         (("import", "v.npy", "--corpus", "c.txt", "--teacher", "x", "--field", "pooling"), "KEY=VALUE"),
@@ -413,10 +413,10 @@ def test_sealing_a_folder_that_is_not_a_cache_is_refused(tmp_path: Path) -> None
         (("import", "v.npy", "--corpus", "-", "--teacher", "x"), "save standard input to a file"),
     ],
 )
-def test_an_option_without_effect_is_a_usage_error(words: tuple[str, ...], said: str) -> None:
+def test_an_option_without_effect_is_a_usage_error(words: tuple[str, ...], message: str) -> None:
     result = run(*words)
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_ctrl_c_prints_how_to_resume(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
