@@ -325,6 +325,28 @@ def test_texts_without_a_record_are_confirmed_by_their_keys(intact: Intact) -> N
     intact.assert_as_before()
 
 
+def test_texts_that_the_index_lacks_are_confirmed_by_their_keys(intact: Intact) -> None:
+    without_sources(intact)
+    with TeacherCache.open(intact.path, "a") as cache:
+        lost = [Change("shards", shard_key(TEXT_ARRAY, 1), None), Change("keys", text_key(TEXTS[9]), None)]
+        cache.index.commit(lost)
+    report = repair(intact.path)
+    assert {action.kind for action in report.unrepaired} == {"count", "index"}
+    assert all("`tcache reindex`" in action.action for action in report.unrepaired)
+    with TeacherCache.open(intact.path) as cache:
+        assert cache.texts(np.arange(20)) == TEXTS
+
+
+def test_texts_with_a_row_past_the_table_are_not_restored(intact: Intact) -> None:
+    intact.text(2).unlink()
+    with TeacherCache.open(intact.path, "a") as cache:
+        cache.index.commit([Change("keys", text_key("extra"), row_value(22))])
+    report = repair(intact.path, corpus_of(intact.folder, [*TEXTS, "extra"]))
+    assert [action.kind for action in report.repaired] == ["missing_shard"]
+    with TeacherCache.open(intact.path) as cache:
+        assert cache.texts(np.arange(20)) == TEXTS
+
+
 def test_a_text_whose_hash_is_not_its_key_is_replaced(intact: Intact) -> None:
     with TeacherCache.open(intact.path, "a") as cache:
         texts = np.array(TEXTS[8:16], dtype=object)
