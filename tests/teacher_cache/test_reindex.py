@@ -178,6 +178,26 @@ def test_rows_that_are_not_vectors_of_the_space_are_left_out(tmp_path: Path, sto
     assert verify(path, deep=True).ok
 
 
+def test_vectors_without_a_text_are_left_out(path: Path) -> None:
+    (path / TEXT_ARRAY / "c/2").unlink()
+    (path / KEY_ARRAY / "c/2/0").unlink()
+    lose_index(path)
+    report = reindex(path)
+    assert (report.rows, list(report.spaces.values())) == (16, [16])
+    assert where(report)[0] == str(vector_shard(path, 2).relative_to(path))
+    assert report.left_out[0].why == "4 of its rows are not vectors of this space, or have no text"
+
+
+def test_a_space_whose_folder_was_renamed_is_left_out(path: Path) -> None:
+    (folder,) = (path / "spaces").iterdir()
+    folder.rename(folder.with_name("renamed@12345678"))
+    lose_index(path)
+    report = reindex(path)
+    assert where(report) == ["spaces/renamed@12345678"]
+    assert f"it describes {folder.name}" in report.left_out[0].why
+    assert report.spaces == {}
+
+
 def test_a_space_without_space_json_is_left_out(path: Path) -> None:
     (description,) = path.glob("spaces/*/space.json")
     description.write_text("{}")

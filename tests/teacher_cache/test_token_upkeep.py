@@ -201,6 +201,14 @@ def test_invalid_tokens_are_left_out_of_a_new_index_and_filled_by_a_build(path: 
     assert verify(path, deep=True).ok
 
 
+def test_tokens_without_a_text_are_left_out_of_a_new_index(path: Path) -> None:
+    (path / "texts/text/c/2").unlink()
+    (path / "texts/keys/c/2/0").unlink()
+    lose_index(path)
+    assert list(reindex(path).tokens.values()) == [16]
+    assert columns_of(opened(path)).present(np.arange(16)).all()
+
+
 def test_a_rebuilt_index_lacks_only_the_token_columns_that_cannot_be_opened(path: Path) -> None:
     (file,) = path.glob(f"spaces/*/{STATES}/zarr.json")
     file.unlink()
