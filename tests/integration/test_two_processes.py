@@ -56,17 +56,19 @@ def start_both(config: RunConfig, output: Path) -> None:
     assert [process.exitcode for process in ranks] == [0, 0]
 
 
+def six_steps(cache: Path, student: Path, folder: Path, *overrides: str) -> RunConfig:
+    sizes = ("training.per_device_train_batch_size=20", "training.max_steps=6")
+    return tiny_config(cache, student, folder, "corpus=sentences", *sizes, *overrides)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_processes_train_one_model_with_asam_and_export_one_student(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, accumulate: int
 ) -> None:
-    config = tiny_config(
+    config = six_steps(
         toy_cache,
         tiny_student,
         tmp_path / "run",
-        "corpus=sentences",
-        "training.per_device_train_batch_size=20",
-        "training.max_steps=6",
         "training.save_steps=3",
         "sharpness.name=asam",
         f"training.gradient_accumulation_steps={accumulate}",
@@ -94,13 +96,10 @@ def test_two_processes_choose_the_same_step_by_validation(toy_cache: Path, tiny_
     data.mkdir()
     rows = "".join(f"{text},{other},{place % 4}\n" for place, (text, other) in enumerate(pairwise(varied_texts(40))))
     (data / "stsb_validation.csv").write_text(f"sentence1,sentence2,score\n{rows}")
-    config = tiny_config(
+    config = six_steps(
         toy_cache,
         tiny_student,
         tmp_path / "run",
-        "corpus=sentences",
-        "training.per_device_train_batch_size=20",
-        "training.max_steps=6",
         f"evaluation.data={data}",
         "evaluation.tasks=[stsb]",
         "evaluation.steps=2",

@@ -113,6 +113,7 @@ def test_the_demo_improves_the_student_and_writes_a_cache_and_a_run(tmp_path: Pa
     assert after["spearman"] >= before["spearman"] + DEMO_GAIN_SPEARMAN
     assert after["overlap"] >= before["overlap"] + DEMO_GAIN_OVERLAP
     assert verify(result.cache, deep=True).ok
+    assert all(Path(path).exists() for path in (result.teacher, result.corpus, result.student, result.run["final"]))
     assert json.loads((Path(result.run["output_dir"]) / "run.json").read_text())["status"] == "finished"
     again = run_demo(tmp_path / "demo")
     assert again.build["encoded"] == 0
