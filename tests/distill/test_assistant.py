@@ -49,5 +49,5 @@ def test_a_student_can_start_from_a_finished_run(toy_cache: Path, tiny_student: 
 
 def test_an_unfinished_run_is_not_a_teacher(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(TeacherError, match="has left no student yet"):
+    with pytest.raises(TeacherError, match="has not finished"):
         resolve(TeacherOptions(model=str(tmp_path)))
