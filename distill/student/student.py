@@ -90,7 +90,7 @@ class Student(nn.Module):
             encoder = load_encoder(spec.model_folder.encoder, torch.float32, torch.device("cpu"), spec.options)
             tokenizer = load_tokenizer(spec)
         except TeacherError as error:
-            raise _unusable(config, error) from error
+            raise _unusable(config.model, error) from error
         length = spec.space.max_length if config.max_length else min(spec.space.max_length, STUDENT_LENGTH)
         return cls(
             encoder.train(),
@@ -129,7 +129,7 @@ class Student(nn.Module):
             try:
                 make_recordable(self.encoder)
             except TeacherError as error:
-                raise StudentError(f"student {self.name!r} cannot be used: {error}") from error
+                raise _unusable(self.name, error) from error
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`(L + 1, n, d_s)` float32: the pooled state of the embedding layer and of each block."""
@@ -299,7 +299,7 @@ def student_shape(config: StudentConfig) -> StudentShape:
     try:
         shape = spec.model_folder.token_shape()
     except TeacherError as error:
-        raise _unusable(config, error) from error
+        raise _unusable(config.model, error) from error
     return StudentShape(shape.width, shape.layers, spec.space.pooling, shape.heads)
 
 
@@ -331,8 +331,8 @@ def _resolve_student(config: StudentConfig) -> TeacherSpec:
     try:
         return resolve(student_options(config))
     except TeacherError as error:
-        raise _unusable(config, error) from error
+        raise _unusable(config.model, error) from error
 
 
-def _unusable(config: StudentConfig, error: TeacherError) -> StudentError:
-    return StudentError(f"student {config.model!r} cannot be used: {error}")
+def _unusable(name: str, error: TeacherError) -> StudentError:
+    return StudentError(f"student {name!r} cannot be used: {error}")

@@ -2,9 +2,12 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from teacher_cache.teachers.base import Encoded, Teacher, TeacherSpec
+from teacher_cache.errors import TeacherError
+from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
+from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.tokens.request import TokenShape
 
 if TYPE_CHECKING:
@@ -21,6 +24,17 @@ class FolderTeacher(Teacher):
     """
 
     checks_padding = True
+
+    @classmethod
+    def open_folder(cls, options: TeacherOptions, folder: Path | None) -> ModelFolder:
+        """The checked files of the model.
+
+        Raises:
+            TeacherError: there is no folder, or it is not a model.
+        """
+        if folder is None:
+            raise TeacherError(f"{cls.__name__} needs a model folder, but {options.model} is none")
+        return ModelFolder.open(folder)
 
     @classmethod
     def token_shape(cls, spec: TeacherSpec) -> TokenShape:

@@ -28,18 +28,15 @@ class SentenceTransformerTeacher(FolderTeacher):
 
     @classmethod
     def resolve(cls, options: TeacherOptions, folder: Path | None) -> TeacherSpec:
-        if folder is None:
-            raise TeacherError(f"the sentence_transformer backend needs a model folder, but {options.model} is none")
-        files = ModelFolder.open(folder)
+        files = cls.open_folder(options, folder)
         _check_modules(files, options)
         pooling = check_pooling(options)
-        ends_in_normalize = files.module_kinds()[-1:] == ["Normalize"]
         space = space_from_folder(
             options,
             files,
             backend="sentence_transformer",
             pooling=pooling or "+".join(files.pooling_modes) or "module",
-            normalize=ends_in_normalize if options.normalize is None else options.normalize,
+            normalize=files.module_kinds()[-1:] == ["Normalize"],
             width=_width(files, pooling),
         )
         return TeacherSpec(options=options, space=space, folder=files.path)

@@ -46,7 +46,8 @@ def space_from_folder(
     """The space of a teacher with files in `folder`.
 
     Args:
-        pooling, normalize: resolved by the backend.
+        pooling: resolved by the backend.
+        normalize: default of the backend.
         width: of the model's vectors before a cut to `dims`.
 
     Raises:
@@ -68,7 +69,7 @@ def space_from_folder(
         prompt=_prompt(options, folder, family),
         max_length=_max_length(options, folder, family),
         truncation_side=_side(folder.tokenizer_config.get("truncation_side", "right"), "truncation_side"),
-        normalize=normalize,
+        normalize=normalize if options.normalize is None else options.normalize,
         dims=_dims(options, folder, width),
         dtype=_dtype(options, folder),
     )

@@ -29,9 +29,7 @@ class TransformerTeacher(FolderTeacher):
 
     @classmethod
     def resolve(cls, options: TeacherOptions, folder: Path | None) -> TeacherSpec:
-        if folder is None:
-            raise TeacherError(f"the transformer backend needs a model folder, but {options.model} is none")
-        files = ModelFolder.open(folder)
+        files = cls.open_folder(options, folder)
         if files.config.get("is_encoder_decoder"):
             raise TeacherError(
                 f"{files.path} is an encoder-decoder model, expected an encoder: save its encoder as a "
@@ -44,13 +42,12 @@ class TransformerTeacher(FolderTeacher):
                 "not do: use `backend` sentence_transformer, or a model of Transformer, Pooling and Normalize only"
             )
         family = find_family(files.label)
-        normalize = family.normalize if family else True
         space = space_from_folder(
             options,
             files,
             backend="transformer",
             pooling=check_pooling(options) or _default_pooling(files),
-            normalize=normalize if options.normalize is None else options.normalize,
+            normalize=family.normalize if family else True,
             width=files.hidden_size,
         )
         return TeacherSpec(options=options, space=space, folder=files.path)
