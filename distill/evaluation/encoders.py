@@ -1,6 +1,6 @@
 """Encoders that evaluations use: a model, or a cache that a model fills."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +36,6 @@ CHUNK = 4096
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-# Called with the number of texts done and the total.
-Done = Callable[[int, int], None]
 
 
 class CachedEncoder:
@@ -90,7 +87,7 @@ class CachedEncoder:
                 table.space(self.space.slug).gather(table.lookup(texts), out=vectors)
         return vectors
 
-    def fill(self, texts: Sequence[str], done: Done = lambda done, total: None) -> int:
+    def fill(self, texts: Sequence[str], progress: Progress = no_progress) -> int:
         """Encode and store those of the texts that the space lacks; returns their number.
 
         A call loads the model once: pass all texts before encoding them in chunks.
@@ -114,7 +111,7 @@ class CachedEncoder:
         self._announce(
             f"{self.cache} lacks {count} in space {self.space.slug}; encoding them with {self._spec.options.model}"
         )
-        encoded = self._build(self._spec, distinct, done)
+        encoded = self._build(self._spec, distinct, progress)
         self.encoded += encoded
         return encoded
 
@@ -140,7 +137,7 @@ class CachedEncoder:
             return list(distinct)
         return [text for text, known in zip(distinct, cached.tolist(), strict=True) if not known]
 
-    def _build(self, spec: TeacherSpec, distinct: Sequence[str], done: Done) -> int:
+    def _build(self, spec: TeacherSpec, distinct: Sequence[str], progress: Progress) -> int:
         """Encode the texts that have no vector; the temporary corpus is removed from the cache afterwards."""
         name = f"evaluation-{uuid4().hex}"
         try:
@@ -150,7 +147,7 @@ class CachedEncoder:
                 self.cache,
                 name=name,
                 storage=None if self._cached_space(self.space) else STORAGE,
-                report=lambda progress: done(progress.done, progress.total),
+                report=lambda state: progress(state.phase, state.done, state.total, "missing texts"),
             )
         finally:
             # Runs that name no corpus must still find the only one. The error of the build may recur here.
@@ -267,7 +264,8 @@ def encode_all(
     """
     if isinstance(encoder, CachedEncoder):
         # All texts at once: every call with missing texts loads the model.
-        encoder.fill(texts, lambda done, total: progress(phase, done, total, ""))
+        encoder.fill(texts, progress)
+        phase = f"reading vectors of {encoder.space.teacher}"
     elif isinstance(encoder, ModelEncoder):
         progress("loading model", 0, 1, encoder.space.teacher)
         encoder.load()
