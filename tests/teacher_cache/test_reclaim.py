@@ -255,6 +255,24 @@ def test_files_in_a_linked_folder_stay(path: Path, tmp_path: Path) -> None:
         assert name not in cache.spaces()
 
 
+def test_the_space_json_of_a_linked_space_is_not_rewritten(path: Path, tmp_path: Path) -> None:
+    converted(path)
+    folder = path / "spaces" / slug(path, 32)
+    shutil.move(folder, tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    (folder / "space.json").write_text("mine")
+    report = reclaim(path)
+    assert report.freed == []
+    assert [kept.split(":")[0] for kept in report.kept] == [f"spaces/{folder.name}/vectors-old.zarr"]
+    assert (folder / "space.json").read_text() == "mine"
+
+
+def test_temporary_files_among_damaged_files_are_counted_once(path: Path) -> None:
+    damaged(path)
+    (path / "damaged/0.1.writing").write_bytes(b"half")
+    assert freed(reclaim(path)) == [("damaged", "damaged", 16)]
+
+
 def test_other_files_stay(path: Path) -> None:
     (path / "notes.txt").write_text("mine")
     (path / "corpora/mine").mkdir()

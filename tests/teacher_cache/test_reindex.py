@@ -303,6 +303,18 @@ def test_damaged_texts_are_left_out_and_repair_restores_them(
     assert verify(path, deep=True).ok
 
 
+def test_texts_of_which_none_matches_its_key_are_left_out(tmp_path: Path) -> None:
+    built(tmp_path, TEXTS[:5])
+    path = tmp_path / "cache"
+    with TeacherCache.open(path) as cache:
+        cache.texts_table.keys.array.write_shard(0, np.ones((5, 16), dtype=np.uint8), np.ones(5, dtype=bool))
+    lose_index(path)
+    report = reindex(path)
+    assert report.rows == 0
+    assert where(report)[0] == "texts/text/c/0"
+    assert report.left_out[0].why == "5 of its rows have no text whose hash is their key"
+
+
 def test_rows_after_a_gap_of_texts_and_keys_are_indexed(path: Path) -> None:
     (path / TEXT_ARRAY / "c/1").unlink()
     (path / KEY_ARRAY / "c/1/0").unlink()
