@@ -94,7 +94,9 @@ def trace(
     training = replace(config.training, precision="fp32", optim=optim)
     config = replace(config, training=training, output_dir=config.output_dir or ".")
     with _gc_disabled(), tracker.fake, tracker, kernels(device):
-        model = _distillation(config, student, teacher)
+        built = student.student()
+        targets: Any = SimpleNamespace(shape=teacher, space=None)
+        model = Distillation(built, build_objective(config, built.shape, targets))
         sharpness = build_sharpness(config, model)
         tracker.label([*model.student.parameters(), *model.student.buffers()], "weights")
         tracker.label([*model.objective.parameters(), *model.objective.buffers()], "heads")
@@ -152,12 +154,6 @@ def _gc_disabled() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _distillation(config: RunConfig, student: Model, teacher: TeacherShape) -> Distillation:
-    built = student.student()
-    targets: Any = SimpleNamespace(shape=teacher, space=None)
-    return Distillation(built, build_objective(config, built.shape, targets))
 
 
 def _repeat_micro_batches(operations: Sequence[Operation], repeats: float) -> tuple[Operation, ...]:

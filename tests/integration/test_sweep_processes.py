@@ -170,7 +170,7 @@ def test_ctrl_c_stops_the_runs_too(toy_cache: Path, tiny_student: Path, tmp_path
     process.send_signal(signal.SIGINT)
     code, _, err = wait(process)
     assert code == 130
-    assert "the same command goes on" in err
+    assert "run the same command again to resume" in err
     assert len(runs) == 2
     assert not [run for run in runs if run.is_running() and run.status() != psutil.STATUS_ZOMBIE]
     assert not (tmp_path / "stopped" / "seed=3").exists()
