@@ -19,6 +19,7 @@ from teacher_cache.maintenance.repair import repair
 from teacher_cache.maintenance.walk import ShardContents
 from teacher_cache.storage.codec import ENCODINGS
 from teacher_cache.storage.index import Change, Index, ShardRecord, row_value, shard_key
+from teacher_cache.storage.manifest import Manifest
 from teacher_cache.storage.shard_files import OpenShard
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
@@ -452,6 +453,20 @@ def test_a_space_that_is_converted_during_the_check_is_checked_again(
     monkeypatch.setattr(check, "SpaceView", convert_first)
     assert verify(tmp_path / "cache", deep=True).damage == []
     assert arrays == ["vectors.zarr", "vectors-float32.zarr"]
+
+
+def test_a_corpus_that_is_dropped_during_the_check_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(tmp_path, TEXTS)
+    corpus = TeacherCache.corpus
+
+    def drop_first(cache: TeacherCache, name: str) -> Manifest:
+        reclaim(cache.path, corpora=[name])
+        return corpus(cache, name)
+
+    monkeypatch.setattr(TeacherCache, "corpus", drop_first)
+    assert verify(tmp_path / "cache", deep=True).damage == []
 
 
 def test_all_rows_are_lost_if_the_damaged_chunks_are_not_known(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
