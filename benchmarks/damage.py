@@ -16,7 +16,8 @@ from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.maintenance.check import verify
 from teacher_cache.maintenance.rebuild import reindex
 from teacher_cache.maintenance.repair import repair
-from teacher_cache.table.cache import INDEX, TeacherCache
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.layout import INDEX
 from teacher_cache.teachers.base import TeacherOptions
 
 TOY = TeacherOptions(model="toy")

@@ -16,7 +16,8 @@ from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import cosine_errors, find_encoding
 from teacher_cache.storage.index import Change, row_value, shard_key
 from teacher_cache.storage.manifest import CorpusRecord, SourceRecord, writing_manifest
-from teacher_cache.table.cache import SHARD_ROWS, TeacherCache
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.layout import SHARD_ROWS
 from teacher_cache.table.view import SpaceView, create_vectors
 
 CORPUS = "made-up"

@@ -35,7 +35,7 @@ from benchmarks.peers import CONTENDERS, DEFAULT, DEFAULT_64K, HF_ITERABLE, RAW,
 from benchmarks.resources import cool
 from benchmarks.store_report import main_figure, markdown, ratios
 from teacher_cache.storage.codec import ENCODINGS
-from teacher_cache.table.cache import SHARD_ROWS
+from teacher_cache.table.layout import SHARD_ROWS
 
 LIBRARIES = ("numpy", "zarr", "numcodecs", "lmdb", "datasets", "pyarrow", "mosaicml-streaming", "litdata", "pylance")
 # The other contenders gather in the same way as one of these.

@@ -51,7 +51,7 @@ def default_cache() -> Path:
 
 def default_cache_if_any() -> str | None:
     """`default_cache`, if there is a cache."""
-    from teacher_cache.table.cache import CACHE_JSON
+    from teacher_cache.table.layout import CACHE_JSON
 
     return str(default_cache()) if (default_cache() / CACHE_JSON).exists() else None
 

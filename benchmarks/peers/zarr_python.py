@@ -43,7 +43,7 @@ class ZarrPython(Contender, ShardWriter):
         """Shards and codecs of the default encoding, one shard per call; zarr-python does not sync."""
         from zarr.codecs import BloscCodec, Crc32cCodec
 
-        from teacher_cache.table.cache import SHARD_ROWS
+        from teacher_cache.table.layout import SHARD_ROWS
         from teacher_cache.table.view import CHUNK_ROWS
 
         array = self.library.create_array(

@@ -10,7 +10,8 @@ from distill.evaluation.base import DOCUMENT, QUERY, TEACHER, TEACHER_DOCUMENT, 
 from distill.evaluation.encoders import CachedEncoder, ModelEncoder, ModelSlot, options_by_role, resolved_dtype
 from distill.run_folder import FINAL, RECORD, read_record, recorded_space
 from teacher_cache.space import LABELS, EmbeddingSpace
-from teacher_cache.table.cache import CACHE_JSON, TeacherCache
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.layout import CACHE_JSON
 from teacher_cache.teachers import TeacherOptions, resolve, resolve_for_space
 from teacher_cache.teachers.settings import options_for_space
 

@@ -36,7 +36,8 @@ from teacher_cache.storage.manifest import (
     writing_domains,
     writing_manifest,
 )
-from teacher_cache.table.cache import TeacherCache, checked_name
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.layout import checked_name
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import resolve, resolve_dtype, token_shape
 from teacher_cache.teachers.base import TeacherOptions, TeacherSpec

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from teacher_cache.building.build import READ_RECORDS, resolve_with_tokens
 from teacher_cache.corpus.corpus import CorpusSource, to_corpus
 from teacher_cache.storage.codec import ENCODINGS
-from teacher_cache.table.cache import CACHE_JSON, TeacherCache
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.layout import CACHE_JSON
 from teacher_cache.teachers import load_teacher, load_tokenizer, resolve_dtype
 from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
 from teacher_cache.text_key import KEY_BYTES, text_keys

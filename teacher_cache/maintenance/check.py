@@ -35,7 +35,8 @@ from teacher_cache.storage.index import ShardRecord
 from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import KEY_ARRAY, TEXT_ARRAY
-from teacher_cache.table.cache import CORPUS_JSON, SPACE_JSON, TeacherCache
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.layout import CORPUS_JSON, SPACE_JSON
 from teacher_cache.table.view import SpaceRecord, SpaceView
 from teacher_cache.teachers import resolve
 from teacher_cache.teachers.base import TeacherOptions

@@ -18,7 +18,8 @@ from teacher_cache.maintenance.repair import DAMAGED
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, atomic_write, sync_path
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.storage.manifest import CORPORA
-from teacher_cache.table.cache import CORPUS_JSON, INDEX, SPACE_JSON, TeacherCache
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.layout import CORPUS_JSON, INDEX, SPACE_JSON
 from teacher_cache.table.view import SPACES, SpaceRecord
 from teacher_cache.tokens.token_columns import TOKEN_ARRAYS
 

@@ -17,7 +17,7 @@ from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import TEXT_ARRAY, TextTable
-from teacher_cache.table.cache import CACHE_JSON, CORPUS_JSON, INDEX, LOCK, SPACE_JSON, write_cache_json
+from teacher_cache.table.layout import CACHE_JSON, CORPUS_JSON, INDEX, LOCK, SPACE_JSON, write_cache_json
 from teacher_cache.table.view import SPACES, create_vectors
 from teacher_cache.tokens.token_columns import create_array
 

@@ -30,7 +30,7 @@ from teacher_cache.storage.lock import WriterLock
 from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import TextTable
-from teacher_cache.table.cache import CORPUS_JSON, INDEX, LOCK, SPACE_JSON, check_format
+from teacher_cache.table.layout import CORPUS_JSON, INDEX, LOCK, SPACE_JSON, check_format
 from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView
 from teacher_cache.text_key import KEY_BYTES
 from teacher_cache.tokens.token_columns import ATTENTION, PIECES, STATES, StoredTokens, TokenColumns

@@ -11,7 +11,8 @@ from typing import Any
 
 from teacher_cache.storage.environment import DATA
 from teacher_cache.storage.files import atomic_write
-from teacher_cache.table.cache import SEALED, TeacherCache
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.layout import SEALED
 
 
 @dataclass(frozen=True)

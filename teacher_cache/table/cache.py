@@ -3,10 +3,7 @@
 One process may write while any number of processes read. Readers see committed data only.
 """
 
-import json
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,51 +17,40 @@ import numpy.typing as npt
 
 from teacher_cache.errors import (
     CacheError,
-    CacheNotFound,
     CorpusNotFound,
     DamagedCache,
-    FormatVersionError,
     MissingRows,
     SpaceMismatch,
     SpaceNotFound,
 )
 from teacher_cache.space import EmbeddingSpace
 from teacher_cache.storage.codec import find_encoding
-from teacher_cache.storage.files import TEMPORARY_SUFFIX, atomic_write, make_folder
+from teacher_cache.storage.files import atomic_write, make_folder
 from teacher_cache.storage.index import Change, Index
 from teacher_cache.storage.lock import WriterLock
-from teacher_cache.storage.manifest import CORPORA, CorpusRecord, Manifest
-from teacher_cache.storage.texts import TEXT_ARRAY, TextAppender, TextTable
+from teacher_cache.storage.manifest import CorpusRecord, Manifest
+from teacher_cache.storage.texts import TextAppender, TextTable
+from teacher_cache.table.layout import (
+    CACHE_JSON,
+    CORPUS_JSON,
+    INDEX,
+    LOCK,
+    SEALED,
+    SHARD_ROWS,
+    SPACE_JSON,
+    check_format,
+    check_index,
+    create_files,
+    has_shards,
+    is_unfinished,
+    read_cache_json,
+)
 from teacher_cache.table.view import SPACES, SpaceRecord, SpaceView, as_rows, as_texts, create_vectors
-from teacher_cache.text_key import KEY_RULE, text_keys
+from teacher_cache.text_key import text_keys
 
 if TYPE_CHECKING:
     from teacher_cache.teachers import Teacher, TeacherOptions
     from teacher_cache.tokens.token_columns import TokenRecord
-
-FORMAT_VERSION = 2
-SHARD_ROWS = 8192
-CACHE_JSON = "cache.json"
-CORPUS_JSON = "corpus.json"
-SPACE_JSON = "space.json"
-INDEX = "index.lmdb"
-SEALED = "index.sealed"
-LOCK = "writer.lock"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-def checked_name(name: str) -> str:
-    """`name`, if it is a valid corpus name: a folder name that cannot leave the cache.
-
-    Raises:
-        CacheError: it is not.
-    """
-    if not _NAME.fullmatch(name):
-        raise CacheError(
-            f"{name!r} is not a corpus name: `name` takes up to 100 letters, digits, '.', '_' and '-', starting "
-            "with a letter or digit"
-        )
-    return name
 
 
 class TeacherCache:
@@ -113,20 +99,20 @@ class TeacherCache:
         if mode == "r":
             check_format(path)
             if not sealed:
-                _check_index(path)
+                check_index(path)
             return cls(path, None, sealed=sealed)
         if sealed:
             raise CacheError(f"a sealed index is read-only: open {path} without `sealed` to write")
-        if mode == "r+" or (path / CACHE_JSON).exists() or _has_shards(path):
+        if mode == "r+" or (path / CACHE_JSON).exists() or has_shards(path):
             check_format(path)
-            _check_index(path)
-        elif path.exists() and (not path.is_dir() or not _is_half_made(path)):
+            check_index(path)
+        elif path.exists() and (not path.is_dir() or not is_unfinished(path)):
             raise CacheError(f"{path} is not a teacher cache and not empty; choose another folder for `cache`")
         make_folder(path)
         lock = WriterLock(path / LOCK)
         try:
             if not (path / CACHE_JSON).exists():
-                _make(path, shard_rows)
+                create_files(path, shard_rows)
             return cls(path, lock)
         except BaseException:
             lock.release()
@@ -174,7 +160,7 @@ class TeacherCache:
     @property
     def id(self) -> str:
         """Random id of the cache, kept in copies; "" for a cache created without one."""
-        return str(_described(self.path).get("id", ""))
+        return str(read_cache_json(self.path).get("id", ""))
 
     @property
     def rows(self) -> int:
@@ -474,86 +460,3 @@ def _listed(value: Any) -> str:
 def _differences(spaces: Sequence[EmbeddingSpace]) -> str:
     names: list[str] = sorted({name for other in spaces[1:] for name in spaces[0].difference(other)})
     return "they differ in " + ", ".join(names)
-
-
-def _described(path: Path) -> dict[str, Any]:
-    """Content of `cache.json`.
-
-    Raises:
-        DamagedCache: it is not valid JSON, or has no format version.
-    """
-    try:
-        record: dict[str, Any] = json.loads((path / CACHE_JSON).read_bytes())
-        record["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedCache(
-            f"{path / CACHE_JSON} has no format version: {error!r}; `tcache repair {path}` rewrites it"
-        ) from error
-    return record
-
-
-def check_format(path: Path) -> None:
-    """Check that a folder is a cache of this format version.
-
-    Raises:
-        CacheNotFound: it is not a cache.
-        DamagedCache: `cache.json` is missing or invalid.
-        FormatVersionError: it has another format version.
-    """
-    if not (path / CACHE_JSON).exists():
-        if _has_shards(path):
-            raise DamagedCache(f"{path / CACHE_JSON} is missing: `tcache repair {path}` rewrites it")
-        raise CacheNotFound(
-            f"no teacher cache at {path}: it has no {CACHE_JSON}; create one with "
-            f"`tcache build CORPUS --teacher T --cache {path}`"
-        )
-    version = _described(path)["format"]
-    if version != FORMAT_VERSION:
-        raise FormatVersionError(
-            f"{path} has cache format {version}, this version reads format {FORMAT_VERSION}; use the "
-            "release that wrote it, or build a new cache"
-        )
-
-
-def _check_index(path: Path) -> None:
-    # LMDB would create an empty index for a writer, which would then overwrite the stored rows.
-    if not Index.exists(path / INDEX):
-        raise DamagedCache(
-            f"the index at {path / INDEX} is missing: `tcache reindex {path}` rebuilds it from the shards"
-        )
-
-
-def _has_shards(path: Path) -> bool:
-    """Whether the folder holds text shards, so that it is a cache even if other files are missing."""
-    return (path / LOCK).exists() and (path / TEXT_ARRAY / "c").is_dir()
-
-
-def _is_half_made(path: Path) -> bool:
-    """Whether the folder is empty, or left by a first build that was killed before its first commit.
-
-    The lock file is created first, so a folder without it belongs to someone else, whatever its entries are called.
-    """
-    names = {entry.name for entry in path.iterdir() if not entry.name.endswith(TEMPORARY_SUFFIX)}
-    return not names or (LOCK in names and names <= {INDEX, "texts", CORPORA, SPACES, LOCK})
-
-
-def _make(path: Path, shard_rows: int) -> None:
-    if shard_rows < 8 or shard_rows % 8:
-        raise CacheError(f"shards of {shard_rows} rows: expected a positive multiple of 8")
-    shutil.rmtree(path / "texts", ignore_errors=True)
-    shutil.rmtree(path / INDEX, ignore_errors=True)
-    TextTable.create(path, shard_rows)
-    (path / CORPORA).mkdir(exist_ok=True)
-    (path / SPACES).mkdir(exist_ok=True)
-    (path / INDEX).mkdir()
-    index = Index(path / INDEX, writable=True)
-    index.commit([])
-    index.close()
-    write_cache_json(path, shard_rows)  # last: this makes the folder a cache
-
-
-def write_cache_json(path: Path, shard_rows: int) -> None:
-    """Write `cache.json`, with a new id."""
-    record = {"format": FORMAT_VERSION, "id": secrets.token_hex(16), "key": KEY_RULE, "shard_rows": shard_rows}
-    with atomic_write(path / CACHE_JSON) as file:
-        file.write(json.dumps(record).encode())

@@ -13,7 +13,8 @@ from teacher_cache.storage.codec import Encoding, check_rows, combined_error, fi
 from teacher_cache.storage.files import atomic_write
 from teacher_cache.storage.index import Change, ShardRecord, shard_key
 from teacher_cache.storage.shards import ShardedArray
-from teacher_cache.table.cache import SPACE_JSON, TeacherCache
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.layout import SPACE_JSON
 from teacher_cache.table.view import SPACES, SpaceView, create_vectors
 
 

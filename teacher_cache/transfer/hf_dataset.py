@@ -8,7 +8,7 @@ from typing import Any
 
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError
-from teacher_cache.table.cache import SPACE_JSON
+from teacher_cache.table.layout import SPACE_JSON
 from teacher_cache.transfer.arrow import READ_ROWS, batch, check_column, matrices, schema
 from teacher_cache.transfer.base import Block, Origin, ReadOptions, VectorSource, read_origin, spool
 

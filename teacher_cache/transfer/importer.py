@@ -18,7 +18,7 @@ from teacher_cache.errors import CacheError, CorpusError, SpaceMismatch
 from teacher_cache.storage.codec import find_encoding
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table import intake
-from teacher_cache.table.cache import TeacherCache, checked_name
+from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.intake import (
     anonymous_file,
     describe_difference,
@@ -28,6 +28,7 @@ from teacher_cache.table.intake import (
     map_file,
     sorted_windows,
 )
+from teacher_cache.table.layout import checked_name
 from teacher_cache.table.view import SpaceView
 from teacher_cache.text_key import KEY_BYTES, text_keys
 from teacher_cache.transfer import EXPORT_FORMATS

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError
-from teacher_cache.table.cache import SPACE_JSON
+from teacher_cache.table.layout import SPACE_JSON
 from teacher_cache.text_key import KEY_BYTES
 from teacher_cache.transfer.base import Block, Origin, ReadOptions, VectorSource, read_origin
 

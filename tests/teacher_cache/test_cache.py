@@ -26,7 +26,7 @@ from teacher_cache.storage import shards
 from teacher_cache.storage.index import Index
 from teacher_cache.storage.shards import ShardedArray
 from teacher_cache.storage.texts import TextTable
-from teacher_cache.table import cache as cache_module
+from teacher_cache.table import layout
 from teacher_cache.table.cache import TeacherCache
 from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import TeacherOptions, resolve
@@ -85,7 +85,7 @@ def test_an_empty_folder_becomes_a_cache(tmp_path: Path) -> None:
     assert verify(tmp_path, deep=True).ok
 
 
-@pytest.mark.parametrize(("owner", "step"), [(TextTable, "create"), (Index, "commit"), (cache_module, "atomic_write")])
+@pytest.mark.parametrize(("owner", "step"), [(TextTable, "create"), (Index, "commit"), (layout, "atomic_write")])
 def test_a_cache_whose_making_was_cut_off_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, step: str
 ) -> None:

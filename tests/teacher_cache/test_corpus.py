@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import CorpusError, MissingDependency
-from teacher_cache.table.cache import checked_name
+from teacher_cache.table.layout import checked_name
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -7,7 +7,8 @@ import pytest
 
 from teacher_cache.errors import CacheError, CorpusNotFound, DamagedCache
 from teacher_cache.storage.manifest import CorpusRecord, Manifest, SourceRecord, writing_manifest
-from teacher_cache.table.cache import TeacherCache, checked_name
+from teacher_cache.table.cache import TeacherCache
+from teacher_cache.table.layout import checked_name
 from tests.teacher_cache.small_caches import built, numbered
 
 
