@@ -36,7 +36,7 @@ ALIGNMENTS = ("dtw_mean", "dtw_strict")
 
 
 class CDM(Objective):
-    """Token states compared across two tokenizers by an alignment (CDM, Findings of ACL 2025).
+    """Token states compared across two tokenizers by an alignment (CDM, arXiv 2502.11104).
 
     The terms are "simcse", "token" and "sentence"; a term of weight 0 is not computed and has no parameters.
     """

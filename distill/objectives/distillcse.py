@@ -46,7 +46,7 @@ MASKED = -1e9
 
 
 class DistillCSE(Objective):
-    """Contrast of two views, and the teacher's ranking of the batch (DistillCSE, Findings of EMNLP 2023).
+    """Contrast of two views, and the teacher's ranking of the batch (DistillCSE, arXiv 2310.13499).
 
     The terms are "simcse" and "distill"; a term of weight 0 is neither computed nor returned. The head is used only in
     training: the pooled state before it is evaluated and exported.

@@ -65,7 +65,7 @@ def linear(width_in: int, width_out: int) -> nn.Linear:
 
 
 class DSKD(Objective):
-    """Sentence vectors and token states compared in the spaces of both models (DSKD, EMNLP 2024).
+    """Sentence vectors and token states compared in the spaces of both models (DSKD, arXiv 2406.17328).
 
     The terms are "simcse", "sentence" and "token"; a term of weight 0 is not computed and has no parameters.
     Sentence vectors and token states have separate projections, so their widths may differ.

@@ -63,7 +63,7 @@ LOG_ZERO = torch.finfo(torch.float32).min / 2
 
 
 class EMO(Objective):
-    """Attention rows and token states of important tokens, across two tokenizers (EMO).
+    """Attention rows and token states of important tokens, across two tokenizers (EMO, EMNLP 2025).
 
     The terms are "simcse", "ira" and "otis"; a term of weight 0 is neither computed nor returned and has no parameters.
     """

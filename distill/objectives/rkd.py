@@ -40,7 +40,7 @@ EPS = 1e-12
 
 
 class RKD(Objective):
-    """Distances and angles between texts match those of the teacher (relational KD, CVPR 2019).
+    """Distances and angles between texts match those of the teacher (RKD, arXiv 1904.05068).
 
     The terms are "distance" and "angle"; a term of weight 0 is neither computed nor returned.
     """

@@ -60,7 +60,7 @@ class SimCSETerm:
 
 
 class SimCSE(Objective):
-    """Contrast of two dropout views of a text, without a teacher (SimCSE, EMNLP 2021).
+    """Contrast of two dropout views of a text, without a teacher (SimCSE, arXiv 2104.08821).
 
     The paper trains through an extra tanh layer on [CLS] and drops it afterwards; here the pooled state itself is
     trained, so that what is trained is what is exported.

@@ -57,17 +57,17 @@ class Preset:
 _STEPS: dict[str, Any] = {"every": 1, "ascent_terms": None}
 PRESETS: dict[str, Preset] = {
     "sam": Preset(
-        "Gradient at the worst point of a ball around the weights (SAM, ICLR 2021).",
+        "Gradient at the worst point of a ball around the weights (SAM, arXiv 2010.01412).",
         {"rho": 0.05, "parameters": "all", **_STEPS},
         {"scaling": "none"},
     ),
     "asam": Preset(
-        "SAM scaled by the size of each weight, as in the TALAS code (ASAM, ICML 2021).",
+        "SAM scaled by the size of each weight, as in the TALAS code (ASAM, arXiv 2102.11600).",
         {"rho": 0.05, "parameters": "all", **_STEPS},
         {"scaling": "abs"},
     ),
     "asam-kwon": Preset(
-        "SAM scaled by the size of each weight, as in the code of ASAM's authors (ICML 2021).",
+        "SAM scaled by the size of each weight, as in the code of ASAM's authors (arXiv 2102.11600).",
         {"rho": 0.5, "eta": 0.01, "parameters": "all", **_STEPS},
         {"scaling": "kwon"},
     ),
@@ -82,18 +82,18 @@ PRESETS: dict[str, Preset] = {
         {"scaling": "abs", "parameters": "norms", "ascent_loss": AscentLoss(first_view=True)},
     ),
     "disam": Preset(
-        "SAM whose ascent loss subtracts the variance over domains (DISAM, ICLR 2024).",
+        "SAM whose ascent loss subtracts the variance over domains (DISAM, arXiv 2405.18861).",
         {"rho": 0.05, "parameters": "all", "variance_weight": 0.1, **_STEPS},
         {"scaling": "none"},
     ),
     # No ascent_terms: a direction orthogonal to the gradient of some terms is not orthogonal to that of the loss.
     "looksam": Preset(
-        "SAM at every k-th step, its direction reused in between (LookSAM, CVPR 2022).",
+        "SAM at every k-th step, its direction reused in between (LookSAM, arXiv 2203.02714).",
         {"rho": 0.05, "parameters": "all", "every": 5, "alpha": 0.7},
         kind=LookSam,
     ),
     "msam": Preset(
-        "Perturbation along the optimizer's momentum, in one pass (Momentum-SAM, 2024).",
+        "Perturbation along the optimizer's momentum, in one pass (MSAM, arXiv 2401.12033).",
         {"rho": 3.0, "parameters": "all"},
         kind=MomentumSam,
     ),
