@@ -3,7 +3,7 @@
     L = 0.75 TAMD + LASD + 0.001 SimCSE
 
     TAMD     mean over the two top layers and the batch of 1 - cos(W_l e_l, t)
-    LASD     mean over neighbouring layers, the embedding layer among them, of ||R_{l+1} - R_l||_F^2 / B^2,
+    LASD     mean over neighboring layers, the embedding layer among them, of ||R_{l+1} - R_l||_F^2 / B^2,
              R_l the B x B cosines of a layer
     SimCSE   cross entropy of the cosines between the last layers of two dropout views, divided by 0.1
 

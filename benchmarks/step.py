@@ -280,7 +280,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     if torch.cuda.is_available():
         parser.error("it compares steps on a processor; hide the GPU with CUDA_VISIBLE_DEVICES=")
     if (pooling := student_shape(StudentConfig(str(options.model))).pooling) != "mean":
-        parser.error(f"--model is pooled by {pooling}; the paper's loop here knows mean pooling")
+        parser.error(f"--model is pooled by {pooling}; the paper's loop supports mean pooling only")
     return options
 
 

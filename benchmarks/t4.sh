@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The cost of every method on a GPU, as the TALAS paper tells it of a T4: BERT-base, a teacher of Qwen3-Embedding-4B's
-# sizes, both with random weights, batches of 32, half precision, 15 GB. It asks no network and is done in five minutes.
+# sizes, both with random weights, batches of 32, half precision, 15 GB. It needs no network and takes five minutes.
 #
 #   benchmarks/t4.sh [FOLDER]        writes FOLDER/t4.json and FOLDER/t4.md; FOLDER is . unless named
 #   QUICK=1 benchmarks/t4.sh         a student of 3 layers and a small teacher on whatever is there, in a minute or two

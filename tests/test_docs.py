@@ -156,8 +156,8 @@ def test_every_command_has_a_section_with_all_its_options(group: str, name: str)
     page = sections(DOCS / "cli.md")
     section = page[f"{group}-{name}"]
     linked = [page[anchor] for anchor in re.findall(r"\]\(#([\w-]+)\)", section)]
-    told = re.findall(r"`(--?[\w-]+)`", "\n".join([section, *linked, page["options-of-every-command"]]))
-    assert [flag for flag in options(GROUPS[group].commands[name]) if flag not in told] == []
+    listed = re.findall(r"`(--?[\w-]+)`", "\n".join([section, *linked, page["options-of-every-command"]]))
+    assert [flag for flag in options(GROUPS[group].commands[name]) if flag not in listed] == []
 
 
 @pytest.mark.parametrize(("group", "name"), COMMANDS)
@@ -202,19 +202,19 @@ def test_no_page_types_an_option_that_does_not_exist(page: Path) -> None:
         ("tcache-align", "teacher_cache.building.align:AlignReport"),
     ],
 )
-def test_the_names_of_a_command_s_json_are_told(command: str, report: str) -> None:
+def test_the_names_of_a_command_s_json_are_documented(command: str, report: str) -> None:
     module, _, name = report.partition(":")
-    told = re.findall(r"`(\w+)`", sections(DOCS / "cli.md")[command].partition("JSON:")[2])
+    listed = re.findall(r"`(\w+)`", sections(DOCS / "cli.md")[command].partition("JSON:")[2])
     assert [field.name for field in fields(getattr(importlib.import_module(module), name))] != []
-    assert {field.name for field in fields(getattr(importlib.import_module(module), name))} <= set(told)
+    assert {field.name for field in fields(getattr(importlib.import_module(module), name))} <= set(listed)
 
 
 # Tables
 
 
 def test_settings_and_their_defaults_are_those_of_the_dataclasses() -> None:
-    told = {key: yaml.safe_load(cells[0]) for key, cells in table(sections(DOCS / "training.md")["settings"]).items()}
-    assert told == dict(flat(asdict(RunConfig())))
+    listed = {key: yaml.safe_load(cells[0]) for key, cells in table(sections(DOCS / "training.md")["settings"]).items()}
+    assert listed == dict(flat(asdict(RunConfig())))
 
 
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))
@@ -232,7 +232,7 @@ def test_options_of_an_objective_and_their_defaults_are_those_of_its_class(objec
 
 
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))
-def test_every_preset_of_an_objective_is_told(objective: str) -> None:
+def test_every_preset_of_an_objective_is_documented(objective: str) -> None:
     from distill.objectives import load_objective
 
     section = sections(DOCS / "methods.md")[objective]
@@ -243,35 +243,35 @@ def test_sharpness_methods_and_their_options_are_those_of_the_table() -> None:
     from distill.sharpness import PRESETS
 
     page = sections(DOCS / "training.md")["sharpness"].partition("The perturbation concentrates")[0]
-    told = {name: cells[-1] for name, cells in table(page).items()}
-    assert told.pop("none") == ""
+    listed = {name: cells[-1] for name, cells in table(page).items()}
+    assert listed.pop("none") == ""
     assert {
         name: {key: yaml.safe_load(value) for key, value in re.findall(r"`(\w+)=([^`]+)`", f"`{options}`")}
-        for name, options in told.items()
+        for name, options in listed.items()
     } == {name: dict(preset.options) for name, preset in PRESETS.items()}
 
 
-def test_fields_of_a_space_are_told_with_their_part_in_the_fingerprint() -> None:
-    told = {field: cells[0] for field, cells in table(sections(DOCS / "cache-format.md")["embedding-space"]).items()}
-    assert told == {field.name: "no" if field.name in LABELS else "yes" for field in fields(EmbeddingSpace)}
+def test_fields_of_a_space_are_documented_with_their_part_in_the_fingerprint() -> None:
+    listed = {field: cells[0] for field, cells in table(sections(DOCS / "cache-format.md")["embedding-space"]).items()}
+    assert listed == {field.name: "no" if field.name in LABELS else "yes" for field in fields(EmbeddingSpace)}
 
 
 def test_encodings_and_their_bounds_are_documented() -> None:
-    told = table(sections(DOCS / "cache-format.md")["encodings"])
-    assert {name: (float(cells[1].strip("`")), float(cells[2].strip("`"))) for name, cells in told.items()} == {
+    listed = table(sections(DOCS / "cache-format.md")["encodings"])
+    assert {name: (float(cells[1].strip("`")), float(cells[2].strip("`"))) for name, cells in listed.items()} == {
         name: (encoding.max_cosine_error, encoding.max_norm_error) for name, encoding in ENCODINGS.items()
     }
 
 
-def test_databases_of_the_index_are_told() -> None:
+def test_databases_of_the_index_are_documented() -> None:
     assert set(table(sections(DOCS / "cache-format.md")["indexlmdb"])) == set(DATABASES)
 
 
-def test_the_nine_tasks_and_their_domains_are_told() -> None:
+def test_the_nine_tasks_and_their_domains_are_documented() -> None:
     from distill.evaluation.evaluator import NINE
 
-    told = {name: (cells[0], cells[1]) for name, cells in table(sections(DOCS / "evaluation.md")["tasks"]).items()}
-    assert told == NINE
+    listed = {name: (cells[0], cells[1]) for name, cells in table(sections(DOCS / "evaluation.md")["tasks"]).items()}
+    assert listed == NINE
 
 
 @pytest.mark.parametrize("package", ["teacher_cache", "distill"])
@@ -319,7 +319,7 @@ def test_keys_of_a_sweep_and_their_defaults_are_those_of_its_class() -> None:
     from distill.runs.sweep import SweepConfig
 
     section = sections(DOCS / "training.md")["sweeps"]
-    told = {key: yaml.safe_load(cells[0]) for key, cells in table(section).items()}
+    listed = {key: yaml.safe_load(cells[0]) for key, cells in table(section).items()}
     empty = SweepConfig()
     expected = {field.name: getattr(empty, field.name) for field in fields(SweepConfig)}
-    assert told == {key: list(value) if isinstance(value, tuple) else value for key, value in expected.items()}
+    assert listed == {key: list(value) if isinstance(value, tuple) else value for key, value in expected.items()}

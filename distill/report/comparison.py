@@ -309,8 +309,8 @@ def _scored(scores: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _sources(record: Mapping[str, Any], scores: Mapping[str, Any]) -> dict[str, str]:
     found = {
-        "space": _labelled(record.get("space", {}), "slug"),
-        "corpus": _labelled(record.get("corpus", {}), "name"),
+        "space": _labeled(record.get("space", {}), "slug"),
+        "corpus": _labeled(record.get("corpus", {}), "name"),
         "student": record.get("student", {}).get("weights"),
         "precision": record.get("precision"),
         "device": (record.get("cost") or {}).get("device"),
@@ -320,7 +320,7 @@ def _sources(record: Mapping[str, Any], scores: Mapping[str, Any]) -> dict[str, 
     return {key: value for key, value in found.items() if value}
 
 
-def _labelled(part: Mapping[str, Any], label: str) -> str:
+def _labeled(part: Mapping[str, Any], label: str) -> str:
     return f"{part[label]} ({part['fingerprint'][:8]})" if part else ""
 
 

@@ -73,24 +73,24 @@ def record() -> dict[str, Any]:
 
 
 def test_a_table_has_a_row_per_method_and_dashes_for_missing_figures(record: dict[str, Any]) -> None:
-    told = {column.header: column.cells for column in columns(record["tables"][0])}
-    assert told["method"] == ("talas", "talas+asam", "emo@online", "cdm@online")
-    assert told["ms/step"] == ("195", "374", "1,072", "-")
-    assert told["time ratio"] == ("1.00", "1.92", "5.50", "-")
-    assert told["peak memory"] == ("3.98 GB", "7.64 GB", "21.89 GB", "-")
-    assert told["teacher"] == ("-", "-", "8.04 GB", "-")
-    assert told["cache/text"] == ("5.1 kB", "5.1 kB", "-", "-")
+    cells = {column.header: column.cells for column in columns(record["tables"][0])}
+    assert cells["method"] == ("talas", "talas+asam", "emo@online", "cdm@online")
+    assert cells["ms/step"] == ("195", "374", "1,072", "-")
+    assert cells["time ratio"] == ("1.00", "1.92", "5.50", "-")
+    assert cells["peak memory"] == ("3.98 GB", "7.64 GB", "21.89 GB", "-")
+    assert cells["teacher"] == ("-", "-", "8.04 GB", "-")
+    assert cells["cache/text"] == ("5.1 kB", "5.1 kB", "-", "-")
     parts = {column.header for column in part_columns(record["tables"][0])}
     assert "teacher ms" in parts
     assert "first pass ms" not in parts  # no method has one
 
 
 def test_notes_have_the_setup_and_the_errors(record: dict[str, Any]) -> None:
-    told = list(notes(record["tables"][0], record))
-    assert told[-1] == "cdm@online: out of memory at 15.0 GB"
-    assert "student small" in told[0]
-    assert "2,048 tokens per batch, 100% of its positions" in told[0]
-    assert told[1].startswith("medians of 24 steps in 3 rounds")
+    lines = list(notes(record["tables"][0], record))
+    assert lines[-1] == "cdm@online: out of memory at 15.0 GB"
+    assert "student small" in lines[0]
+    assert "2,048 tokens per batch, 100% of its positions" in lines[0]
+    assert lines[1].startswith("medians of 24 steps in 3 rounds")
     assert "cdm@online: out of memory" in as_markdown(record)
 
 

@@ -76,9 +76,9 @@ def test_without_a_falling_line_there_is_no_margin_but_a_reason(
     assert found["margin"] is None
     assert reason in found["reason"]
     assert (found["fit"] is not None) == has_line
-    told = Margin.conclusion(found | NAMED)
-    assert reason in told
-    assert "70.00" in told
+    text = Margin.conclusion(found | NAMED)
+    assert reason in text
+    assert "70.00" in text
 
 
 def test_a_line_below_the_teacher_has_no_margin() -> None:
@@ -89,9 +89,9 @@ def test_a_line_below_the_teacher_has_no_margin() -> None:
 
 def test_the_conclusion_has_the_cost_of_error_the_margin_and_the_students_figures() -> None:
     found = fit_margin(points((1.0, 10), (0.8, 30), (0.6, 50)), teacher_score=70)
-    told = Margin.conclusion(found | NAMED)
+    text = Margin.conclusion(found | NAMED)
     for figure in ("3 checkpoints", "1.00 spearman on stsb", "r2 1.00", "70.00", "0.400", "step 9", "0.600", "50.00"):
-        assert figure in told
+        assert figure in text
 
 
 def test_the_error_is_the_mean_distance_of_unit_vectors() -> None:
