@@ -90,11 +90,7 @@ class EmbeddingSpace:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Self:
-        """Inverse of `to_json`.
-
-        Raises:
-            ValueError: a field is missing or unknown.
-        """
+        """Inverse of `to_json`."""
         names = {field.name for field in fields(cls)}
         if set(record) != names:
             raise ValueError(

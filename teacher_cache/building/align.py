@@ -72,12 +72,7 @@ class AlignmentColumn(Column):
     """The stored alignments of one space, method and student tokenizer."""
 
     def gather(self, rows: npt.NDArray[np.int64]) -> list[Alignment]:
-        """Alignments of n rows, in the order of `rows`.
-
-        Raises:
-            MissingRows: a row has no stored alignment.
-            DamagedCache: a shard fails its check.
-        """
+        """Alignments of n rows, in the order of `rows`."""
         try:
             blobs = self.read(np.asarray(rows, dtype=np.int64))
         except DamagedCache as error:
@@ -104,8 +99,6 @@ class AlignReport:
 
     Attributes:
         rows: distinct texts of the corpus.
-        cached: texts whose alignment was stored before.
-        aligned: texts aligned and stored now.
         without_tokens: texts without token columns in the space, not aligned.
         student_tokens: student tokens of the texts aligned now, without those of the prompt.
         mapped: of these, tokens with a counterpart.
@@ -145,16 +138,9 @@ def align_corpus(
     Killing it loses at most the shard in memory.
 
     Args:
-        path: of the cache.
         student: model folder, hub id or known name; only its tokenizer is loaded.
-        method: a name of `teacher_cache.tokens.alignment.METHODS`.
         max_length: None uses the model's own, but at most `STUDENT_LENGTH`.
         report: called with the number of texts done and the total.
-
-    Raises:
-        TeacherError: the method is unknown, or the student has no fast tokenizer.
-        MissingRows: the space has no token columns.
-        MissingDependency: transformers is not installed.
     """
     started = time.monotonic()
     check_method(method)

@@ -87,17 +87,14 @@ class BuildReport:
 
     Attributes:
         rows: records of the corpus, duplicates included; a pair is one record.
-        distinct: distinct texts.
         cached: distinct texts that had a vector, and every other requested column, before.
         encoded: texts encoded and stored now.
         truncated: of the encoded texts, those longer than the space's maximum.
         repaired: of the encoded texts, those recomputed in float32 because their vector was not finite.
         quarantined: distinct texts of the corpus that lack a requested column because it was refused.
         tokens: encoded by the teacher.
-        seconds: of the whole build.
         counts: how the corpus was read, as `Corpus.counts`.
         reasons: number of quarantined texts by reason.
-        columns: requested columns.
         token_texts: texts given token columns now.
         token_bytes: of these columns, before compression.
     """
@@ -213,11 +210,7 @@ def build(
 def resolve_with_tokens(
     teacher: str | TeacherOptions, tokens: TokenRequest | None
 ) -> tuple[TeacherSpec, TokenShape | None]:
-    """The resolved teacher, and the sizes of its token columns if `tokens` are requested.
-
-    Raises:
-        TeacherError: the teacher is unknown, or cannot compute the requested columns.
-    """
+    """The resolved teacher, and the sizes of its token columns if `tokens` are requested."""
     spec = resolve(TeacherOptions(model=teacher) if isinstance(teacher, str) else teacher)
     if tokens is None:
         return spec, None
@@ -240,11 +233,7 @@ def _quarantined(view: SpaceView, request: TokenRequest | None) -> dict[int, str
 
 
 def _default_name(corpus: Corpus, table: TeacherCache) -> str:
-    """The corpus's own name.
-
-    Raises:
-        CacheError: the cache has a corpus of that name from other sources.
-    """
+    """The corpus's own name."""
     known = table.corpora().get(corpus.name)
     if known is not None and not known.shares_source(corpus.origins):
         raise CacheError(
@@ -257,10 +246,8 @@ def _default_name(corpus: Corpus, table: TeacherCache) -> str:
 def ingest(corpus: Corpus, table: TeacherCache, name: str, report: Callable[[Progress], None]) -> Manifest:
     """Give every text of the corpus a row, and publish the manifest and any domains under `name`.
 
-    If the corpus is read without domains and `name` has the same texts with domains, these are kept.
-
-    Raises:
-        CorpusError: an invalid record, or no record at all; the corpus is not published.
+    If the corpus is read without domains and `name` has the same texts with domains, these are kept. A corpus with an
+    invalid record, or with no record, is not published.
     """
     progress = Progress()
     columns = len(corpus.columns)

@@ -27,7 +27,6 @@ class BuildCounts:
     """Counts of one build.
 
     Attributes:
-        encoded: texts encoded.
         quarantined: rows of these texts that lack a requested column.
     """
 
@@ -78,7 +77,6 @@ class PendingTokens:
 
     Attributes:
         waiting: rows whose tokens have not come back.
-        quarantined: reasons by row.
     """
 
     waiting: int
@@ -98,11 +96,7 @@ class PendingTokens:
         spec: TeacherSpec,
         counts: BuildCounts,
     ) -> None:
-        """Add the tokens of one batch in their storage encoding, which takes at most half the memory, and count them.
-
-        Raises:
-            TeacherError: the teacher returned no tokens.
-        """
+        """Add the tokens of one batch in their storage encoding, which takes at most half the memory, and count them."""
         if encoded.by_token is None or len(encoded.by_token) != len(rows):
             raise TeacherError(f"{spec.space.teacher} returned no token columns for {len(rows)} texts")
         attention = spec.request is not None and spec.request.attention is not None
@@ -132,11 +126,7 @@ class PendingTokens:
 def new_vectors(
     table: TeacherCache, view: SpaceView, rows: npt.NDArray[np.int64], vectors: npt.NDArray[np.float32]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Rows that have no vector yet, and their vectors.
-
-    Raises:
-        SpaceMismatch: a stored vector differs from the new one.
-    """
+    """Rows that have no vector yet, and their vectors."""
     present = view.present(rows)
     if present.any():
         stored, encoded = view.gather(rows[present]), vectors[present]

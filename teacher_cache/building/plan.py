@@ -34,10 +34,7 @@ class Plan:
     """Estimated cost of a build.
 
     Attributes:
-        rows: records of the corpus.
-        distinct: distinct texts.
         cached: distinct texts that have every requested column.
-        missing: texts to encode.
         tokens: of the texts to encode, from the mean of a sample.
         truncated: share of the sample that is longer than the space's maximum.
         bytes: of the new vectors by encoding, before compression.
@@ -68,7 +65,6 @@ class _Cached:
 
     Attributes:
         complete: texts that have every requested column.
-        rate: tokens per second of past builds.
     """
 
     vectors: int = 0
@@ -94,9 +90,6 @@ def plan(
     Args:
         corpus, teacher, tokens: as for `build`.
         probe: load the teacher and time it on a few texts of the corpus.
-
-    Raises:
-        TeacherError, CorpusError: as `build`.
     """
     corpus = to_corpus(corpus)
     spec, shape = resolve_with_tokens(teacher, tokens)

@@ -95,12 +95,7 @@ class RayWorkers(Workers):
 
 @contextmanager
 def ray_session() -> Iterator[Any]:
-    """The initialized Ray library. A Ray instance started here ends with the block.
-
-    Raises:
-        MissingDependency: Ray is not installed.
-        WorkerError: Ray cannot be started, or the cluster cannot be reached.
-    """
+    """The initialized Ray library. A Ray instance started here ends with the block."""
     if not os.environ.get("RAY_ADDRESS"):
         # Read when Ray is imported. Only then is 127.0.0.1 the address of its node; else its servers listen on every
         # interface.
@@ -126,7 +121,6 @@ def shares(nodes: list[dict[str, float]], wanted: int | None) -> tuple[int, dict
     An actor that no single node can hold would wait forever, so resources are sized by the smallest node.
 
     Args:
-        nodes: resources of each node, by Ray's names.
         wanted: number of actors; None uses one per GPU, or one if there is none.
     """
     with_gpu = [node for node in nodes if node.get("GPU", 0) >= 1]
@@ -247,11 +241,7 @@ def _start_ray(ray: Any) -> None:
 
 
 def parse_workers(text: str) -> Workers:
-    """Workers from "local", "ray" or "ray:N".
-
-    Raises:
-        WorkerError: `text` is none of these.
-    """
+    """Workers from "local", "ray" or "ray:N"."""
     kind, colon, number = text.partition(":")
     if kind == "local" and not colon:
         return LocalWorkers()

@@ -115,6 +115,7 @@ class Corpus:
             the corpus is read.
         counts: `records`, `skipped_empty`, `replaced_surrogates`, `nul`, `bom` and `crlf` (see the policy of this
             module). Updated while the corpus is read.
+        sources, fingerprint, domains_fingerprint: known after a pass over all batches, `CorpusError` before.
     """
 
     def __init__(self, sources: Sequence[Source], columns: Columns) -> None:
@@ -187,12 +188,7 @@ class Corpus:
         *,
         name: str = TEXTS,
     ) -> Self:
-        """Corpus of a `datasets.Dataset`; keys as in `Corpus.open`.
-
-        Raises:
-            TypeError: `dataset` is not a `datasets.Dataset`.
-            CorpusError: a key is empty or repeats.
-        """
+        """Corpus of a `datasets.Dataset`; keys as in `Corpus.open`."""
         if not is_dataset(dataset):
             raise TypeError(
                 f"expected a `datasets.Dataset`, found {type(dataset).__name__}; choose one split of a DatasetDict, "
@@ -212,12 +208,7 @@ class Corpus:
         return (records for records, _ in self.batches_with_domains(n))
 
     def batches_with_domains(self, n: int) -> Iterator[tuple[list[Record], list[int]]]:
-        """`batches`, each with the domain numbers of its records; empty lists without a `domain_key`.
-
-        Raises:
-            ValueError: `n` is below 1.
-            CorpusError: while iterating, at the first invalid record.
-        """
+        """`batches`, each with the domain numbers of its records; empty lists without a `domain_key`."""
         if n < 1:
             raise ValueError(f"batches of {n} records: expected 1 or more")
         return self._batches(n)
@@ -299,11 +290,7 @@ class Corpus:
 
     @property
     def sources(self) -> list[tuple[str, int, int]]:
-        """`(origin, first record, number of records)` of every source, in corpus order, without skipped records.
-
-        Raises:
-            CorpusError: the latest pass has not reached the end.
-        """
+        """`(origin, first record, number of records)` of every source, in corpus order, without skipped records."""
         return list(self._after_a_pass(self._ranges, "sources"))
 
     @property
@@ -312,19 +299,12 @@ class Corpus:
 
         Equal records have equal fingerprints for every format, compression, column name, split into files, set of
         skipped records and batch size.
-
-        Raises:
-            CorpusError: the latest pass has not reached the end.
         """
         return self._after_a_pass(self._fingerprint, "fingerprint")
 
     @property
     def domains_fingerprint(self) -> str:
-        """32 hex digits (BLAKE2b-128) of the records' domains in order; "" without a `domain_key`.
-
-        Raises:
-            CorpusError: the latest pass has not reached the end.
-        """
+        """32 hex digits (BLAKE2b-128) of the records' domains in order; "" without a `domain_key`."""
         return self._after_a_pass(self._domains_fingerprint, "fingerprint of domains")
 
     @staticmethod
@@ -344,10 +324,6 @@ def to_corpus(source: CorpusSource, name: str = TEXTS) -> Corpus:
         source: a corpus; a string or `Path` (file, saved dataset, glob or "-"); a list of `Path`s; a
             `datasets.Dataset` with a column "text"; or an iterable of texts, or of tuples of texts. Strings in a list
             are texts, not paths.
-        name: of texts in memory.
-
-    Raises:
-        CorpusError, TypeError: as the class methods of `Corpus`.
     """
     if isinstance(source, Corpus):
         return source

@@ -35,9 +35,6 @@ def read_records(source: Source, columns: Columns, counts: dict[str, int]) -> It
     """Texts and domain ("" without a domain column) of each record of a source.
 
     Records with an empty text are skipped and counted in `counts`, as are byte order marks and CRLF line ends.
-
-    Raises:
-        CorpusError: at the first invalid record.
     """
     width = len(columns.texts)
     for number, values in _rows(source, columns, counts):
@@ -62,11 +59,7 @@ def read_records(source: Source, columns: Columns, counts: dict[str, int]) -> It
 
 
 def check_single_column(name: str, columns: Columns) -> None:
-    """Refuse columns that a text file does not have.
-
-    Raises:
-        CorpusError: more than one text, or a domain.
-    """
+    """Refuse columns that a text file does not have."""
     if len(columns.texts) > 1:
         raise CorpusError(
             f"{name}: a text file has one text a line, `text_key` names {len(columns.texts)} "
@@ -303,11 +296,7 @@ def _is_empty(text: str) -> bool:
 
 
 def _domain(value: object, column: str, position: str) -> str:
-    """The name of a domain.
-
-    Raises:
-        CorpusError: `value` is neither a string with a visible character nor a whole number.
-    """
+    """The name of a domain."""
     if type(value) is int:  # a bool is an int, too
         return str(value)
     if isinstance(value, str) and not _is_empty(value):

@@ -36,11 +36,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def parse(cls, text_key: str | Sequence[str], domain_key: str | None = None) -> "Columns":
-        """The columns that `text_key` ("a", "a,b" or several names) and `domain_key` name.
-
-        Raises:
-            CorpusError: a name is empty or repeats.
-        """
+        """The columns that `text_key` ("a", "a,b" or several names) and `domain_key` name."""
         texts = tuple(text_key.split(",") if isinstance(text_key, str) else text_key)
         if not texts or "" in texts or len(set(texts)) < len(texts):
             raise CorpusError(f"`text_key` {text_key!r}: expected one or more distinct names, such as 'a,b'")
@@ -94,12 +90,7 @@ class Source:
 
 
 def find_sources(given: str) -> list[Source]:
-    """Sources of one path, glob or "-".
-
-    Raises:
-        CorpusError: a path does not exist, a glob matches nothing, or a format is unknown.
-        MissingDependency: a format's library is not installed.
-    """
+    """Sources of one path, glob or "-"."""
     if given == "-":
         return [Source(STDIN, "stdin")]
     # A file may have glob characters in its name.
@@ -145,11 +136,7 @@ def _check_saved_dataset(path: Path) -> None:
 
 
 def texts_source(texts: Any, name: str) -> tuple[Source, Columns]:
-    """Source and columns of an iterable of strings or of tuples of strings; the first record is read.
-
-    Raises:
-        TypeError: `texts` is a single string, a mapping, a table, or cannot be iterated.
-    """
+    """Source and columns of an iterable of strings or of tuples of strings; the first record is read."""
     if isinstance(texts, str | bytes | Mapping) or getattr(texts, "ndim", 1) != 1 or not isinstance(texts, Iterable):
         raise TypeError(
             f"expected an iterable of strings or of tuples of strings, found {type(texts).__name__}; put a single "

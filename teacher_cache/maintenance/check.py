@@ -63,7 +63,6 @@ class Damage:
         kind: "damaged_cache", "damaged_space", "missing_shard", "damaged_shard", "digest", "key", "index",
             "non_finite", "norm", "tokens", "teacher", "count" or "corpus".
         where: file or name, and what was found and expected.
-        rows: how many rows are affected.
         array: its name in the index, or "corpora/NAME"; "" for the cache as a whole.
         shard: number of the shard in that array.
     """
@@ -80,7 +79,6 @@ class CheckReport:
     """The result of a check.
 
     Attributes:
-        shards: shard records checked.
         leftovers: files of interrupted writes, which are harmless.
         reencoded: rows that the teacher encoded again.
         largest_difference: largest 1 - cos among those; None if there were none.
@@ -113,7 +111,6 @@ def verify(
     """Check a cache; reads only, and may run beside a writer.
 
     Args:
-        deep: read every value.
         teacher: encode one row in `every` again and compare; implies `deep`.
         every: by default such that about `REENCODED_ROWS` rows are encoded.
         report: called after every shard with how many are done and how many there are.
@@ -148,7 +145,6 @@ class Check:
     """One check of an open cache.
 
     Attributes:
-        done: shard records checked so far.
         texts_ok: whether all texts are valid, so that the fingerprints of corpora can be computed.
     """
 
@@ -348,19 +344,10 @@ class Check:
 
 
 class TeacherCheck:
-    """Compares some vectors of a space with what its teacher computes now; no model is loaded before `damage`.
-
-    Attributes:
-        reencoded: rows encoded so far.
-        largest_difference: largest 1 - cos among those.
-    """
+    """Compares some vectors of a space with what its teacher computes now; no model is loaded before `damage`."""
 
     def __init__(self, cache: TeacherCache, teacher: TeacherOptions, every: int | None) -> None:
-        """Find the space of the teacher.
-
-        Raises:
-            SpaceMismatch, SpaceNotFound: the cache does not have it.
-        """
+        """Find the space of the teacher."""
         spec = resolve(teacher)
         view = cache.find_space(spec.space)
         if view is None:

@@ -67,7 +67,6 @@ def reclaim(
     Args:
         spaces: to drop, by any name that `TeacherCache.space` takes. Texts and other spaces stay.
         corpora: to drop. Their texts stay, because row numbers never change.
-        dry_run: remove nothing, only report.
 
     Raises:
         CacheNotFound, FormatVersionError, DamagedCache, CacheLocked: the cache cannot be opened for writing.
@@ -92,11 +91,7 @@ def reclaim(
 
 
 def forget_corpus(path: str | Path, name: str) -> None:
-    """Drop a corpus and nothing else. Its texts stay, because row numbers never change.
-
-    Raises:
-        CacheNotFound, FormatVersionError, DamagedCache, CacheLocked: the cache cannot be opened for writing.
-    """
+    """Drop a corpus and nothing else. Its texts stay, because row numbers never change."""
     with TeacherCache.open(path, "r+") as cache:
         _Sweep(cache, dry_run=False).drop_corpus(name)
 

@@ -52,10 +52,8 @@ class ReindexReport:
     """What the new index has.
 
     Attributes:
-        rows: texts.
         spaces: vectors by slug.
         tokens: texts with token columns by slug.
-        corpora: names.
         old: where the old index was moved to, relative to the cache; "" if there was none.
     """
 

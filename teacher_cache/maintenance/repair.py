@@ -44,12 +44,7 @@ REINDEX = "`tcache reindex` rebuilds the index from the texts and their keys"
 
 @dataclass(frozen=True)
 class RepairAction:
-    """One damage, and what was done about it or what you can do.
-
-    Attributes:
-        kind, where: of the `Damage`.
-        rows: how many rows are affected.
-    """
+    """One damage, and what was done about it or what you can do."""
 
     kind: str
     where: str
@@ -315,11 +310,7 @@ def _dropped_together(view: SpaceView, name: str) -> tuple[list[Column], str]:
 
 
 class _TextShard:
-    """The texts of a damaged shard: those that are confirmed, and None for the others.
-
-    Attributes:
-        damage: what the check found in it.
-    """
+    """The texts of a damaged shard: those that are confirmed, and None for the others."""
 
     def __init__(self, cache: TeacherCache, number: int, damage: list[Damage]) -> None:
         self.cache = cache

@@ -20,8 +20,6 @@ class SealedIndex:
     """A sealed copy.
 
     Attributes:
-        rows: texts in it.
-        bytes: size of its file.
         sealed: when, ISO 8601 in UTC.
     """
 

@@ -151,12 +151,7 @@ def manifest_faults(manifest: Manifest, rows: int, texts: TextTable | None, *, d
     """What is wrong with a manifest and its domains: messages, and how many records each concerns.
 
     Args:
-        rows: of the text table.
         texts: where the texts of the fingerprint are read; None skips it.
-        deep: compare the fingerprint of the domains.
-
-    Raises:
-        DamagedCache: a text cannot be read.
     """
     record = manifest.record
     fault = domain_fault(record, manifest.domains, deep=deep)
@@ -184,11 +179,7 @@ def manifest_faults(manifest: Manifest, rows: int, texts: TextTable | None, *, d
 
 
 def domain_fault(record: CorpusRecord, numbers: npt.NDArray[np.uint16] | None, *, deep: bool) -> str:
-    """What is wrong with the domain numbers `(M,)` of a corpus; "" if nothing is or the corpus has none.
-
-    Args:
-        deep: compare their fingerprint.
-    """
+    """What is wrong with the domain numbers `(M,)` of a corpus; "" if nothing is or the corpus has none."""
     if numbers is None:
         return ""
     names = [name.encode() for name in record.domains]

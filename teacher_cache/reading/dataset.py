@@ -22,10 +22,8 @@ class VectorDataset(Dataset[tuple[Any, torch.Tensor]]):
     Works with any sampler and with `DataLoader` worker processes: each process opens the cache itself.
 
     Args:
-        cache: folder of the cache, or an open cache.
         space: as in `TeacherCache.space`.
         corpus: name; None for the only corpus of the cache.
-        dtype: of the vectors.
 
     Raises:
         CacheNotFound, SpaceNotFound, CorpusNotFound: there is no such cache, space or corpus.

@@ -61,7 +61,6 @@ class WindowedShuffle:
     omits the remainder, fewer records than ranks; the next epoch omits others.
 
     Args:
-        records: number of records in the corpus.
         batch: records per batch; a batch is inside one window.
         window: records shuffled together.
         seed: equal seeds give equal orders.

@@ -61,12 +61,10 @@ class WindowedReader:
     between threads or across a fork.
 
     Args:
-        order: of the records.
         rows_of: returns the `(n, k)` rows of n record numbers, such as `Manifest.rows_of`.
         texts: number of texts of each record to read; 0 for vectors only.
         grouped: number of batches whose records are sorted by length together, so that texts of a batch have similar
             lengths; the batches of a window are then shuffled. 0 disables grouping.
-        dtype: of the vectors.
         tokens: "states" for token states, "attention" for states and attention maps; None for vectors only.
 
     Raises:

@@ -43,12 +43,7 @@ BACKENDS: dict[str, str] = {
 
 
 def resolve(options: TeacherOptions) -> TeacherSpec:
-    """The teacher of `options` and its space; loads no weights.
-
-    Raises:
-        TeacherError: no such model, or options that do not fit it.
-        MissingDependency: the model is on the hub and huggingface_hub is not installed.
-    """
+    """The teacher of `options` and its space; loads no weights."""
     backend = options.backend or ("toy" if options.model == "toy" else None)
     # A Teacher class outside the table may have model names that are not folders.
     custom = backend is not None and ":" in backend and not Path(options.model).expanduser().is_dir()
@@ -60,14 +55,10 @@ def resolve(options: TeacherOptions) -> TeacherSpec:
 
 
 def resolve_for_space(space: EmbeddingSpace, options: TeacherOptions) -> TeacherSpec:
-    """The teacher `options.model` with the fields of `space`.
+    """The teacher `options.model` with the fields of `space`; `SpaceMismatch` if the space is another model's.
 
     Args:
-        space: of a cache.
         options: the model and where it runs; other fields come from the space.
-
-    Raises:
-        SpaceMismatch: the model is not the one of the space.
     """
     message = f"the model {options.model} does not match the cached space {space.slug}"
     hint = "use the model that the cache was built with"
@@ -83,11 +74,7 @@ def resolve_for_space(space: EmbeddingSpace, options: TeacherOptions) -> Teacher
 
 
 def model_prompts(options: TeacherOptions) -> dict[str, str]:
-    """The named prompts of a model; empty for a teacher without files.
-
-    Raises:
-        TeacherError: no such model.
-    """
+    """The named prompts of a model; empty for a teacher without files."""
     if options.model == "toy" or (options.backend is not None and ":" in options.backend):
         return {}
     return named_prompts(_folder(options))
@@ -115,12 +102,7 @@ def load_teacher(spec: TeacherSpec) -> Teacher:
 
 
 def load_tokenizer(spec: TeacherSpec) -> Any:
-    """The transformers tokenizer of a teacher or student.
-
-    Raises:
-        TeacherError: the model has no folder, or its tokenizer cannot be loaded.
-        MissingDependency: transformers is not installed.
-    """
+    """The transformers tokenizer of a teacher or student."""
     folder = spec.model_folder.encoder
     with optional_import(f"the tokenizer of {spec.space.teacher}"):
         from transformers import AutoTokenizer
@@ -133,11 +115,7 @@ def load_tokenizer(spec: TeacherSpec) -> Any:
 
 
 def token_shape(spec: TeacherSpec) -> TokenShape:
-    """The sizes of a teacher's token-level output, from configuration files only.
-
-    Raises:
-        TeacherError: the backend returns vectors only, or the configuration lacks a size.
-    """
+    """The sizes of a teacher's token-level output, from configuration files only."""
     return backend_class(spec.space.backend).token_shape(spec)
 
 
@@ -147,9 +125,6 @@ def resolve_dtype(spec: TeacherSpec, present: Iterable[EmbeddingSpace] = ()) -> 
     Args:
         present: spaces of a cache. If one differs from the spec only in its dtype, that dtype is used, so that a
             resumed build does not depend on a time measurement.
-
-    Raises:
-        TeacherError, MissingDependency: as `load_teacher`, which the measurement needs.
     """
     if spec.space.dtype != "auto":
         return spec
@@ -186,11 +161,7 @@ def _folder(options: TeacherOptions) -> ModelFolder:
 
 
 def backend_class(name: str) -> type[Teacher]:
-    """The class of a backend, by its name in `BACKENDS` or as "package.module:Class".
-
-    Raises:
-        TeacherError: no such backend.
-    """
+    """The class of a backend, by its name in `BACKENDS` or as "package.module:Class"."""
     target = BACKENDS.get(name, name)
     module, colon, attribute = target.partition(":")
     if not colon:

@@ -51,9 +51,6 @@ def make_recordable(model: Any) -> None:
     """Switch a model permanently to its eager attention, in a form that `record_forward` can record.
 
     Outputs and random dropout numbers in training are those of eager attention.
-
-    Raises:
-        TeacherError: the attention of the model cannot be recorded.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask

@@ -85,11 +85,7 @@ class TeacherSpec:
 
     @property
     def model_folder(self) -> ModelFolder:
-        """The model's files.
-
-        Raises:
-            TeacherError: the teacher has no files.
-        """
+        """The model's files; `TeacherError` for a teacher without files."""
         if self.folder is None:
             raise TeacherError(f"{self.space.teacher} has no model folder, expected one written by save_pretrained")
         return ModelFolder(self.folder)

@@ -61,12 +61,7 @@ _SELF_CHECK_TEXTS = (
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Token ids of n texts without padding.
-
-    Attributes:
-        types: token type ids, if the tokenizer returns them.
-        pieces: word pieces as in `TextTokens`, if token-level output is requested.
-    """
+    """Token ids of n texts without padding."""
 
     ids: list[list[int]]
     types: list[list[int]] | None
@@ -86,7 +81,6 @@ class BatchedEncoder:
     """Encodes texts with the forward pass that `load` returns for a dtype.
 
     Args:
-        request: token-level output to compute; None for vectors only.
         check_padding: check at the start that padding does not change a vector.
 
     Raises:

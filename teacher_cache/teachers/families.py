@@ -19,9 +19,6 @@ class Family:
     """Defaults of one published model.
 
     Attributes:
-        hub_id: `owner/name` on the model hub.
-        pooling: "mean", "cls" or "last_token".
-        dims: width of the model's vectors.
         max_length: tokens, at most 8,192: attention memory grows with the square of the length on most devices, and
             sentences are far shorter.
         prompts: name -> text before the input.

@@ -76,11 +76,7 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The model folder at `path`, checked.
-
-        Raises:
-            TeacherError: no folder, no configuration, no weights, or an adapter without its base model.
-        """
+        """The model folder at `path`, checked."""
         folder = cls(path.expanduser().resolve())
         if not folder.path.is_dir():
             raise TeacherError(f"no folder at {folder.path}: check the path, or give a hub id")
@@ -209,19 +205,11 @@ class ModelFolder:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the encoder's token states.
-
-        Raises:
-            TeacherError: config.json has no width.
-        """
+        """Width of the encoder's token states."""
         return self._number("hidden_size", "d_model", "dim", "n_embd")
 
     def token_shape(self) -> TokenShape:
-        """Sizes of the encoder.
-
-        Raises:
-            TeacherError: config.json has no width, number of layers or number of heads.
-        """
+        """Sizes of the encoder."""
         layers = self._number("num_hidden_layers", "n_layers", "n_layer", "num_layers")
         heads = self._number("num_attention_heads", "n_heads", "n_head", "num_heads")
         return TokenShape(width=self.hidden_size, layers=layers, heads=heads, causal=self.is_causal)
@@ -277,11 +265,7 @@ class ModelFolder:
 
 
 def weight_files(part: Path) -> list[Path]:
-    """Weight files of a part of a model: safetensors, otherwise PyTorch pickles, as the libraries prefer; or none.
-
-    Raises:
-        TeacherError: files of an index are missing.
-    """
+    """Weight files of a part of a model: safetensors, otherwise PyTorch pickles, as the libraries prefer; or none."""
     for name in _WEIGHTS:
         if (part / name).is_file():
             return [part / name]

@@ -27,11 +27,7 @@ class FolderTeacher(Teacher):
 
     @classmethod
     def open_folder(cls, options: TeacherOptions, folder: Path | None) -> ModelFolder:
-        """The checked files of the model.
-
-        Raises:
-            TeacherError: there is no folder, or it is not a model.
-        """
+        """The checked files of the model."""
         if folder is None:
             raise TeacherError(f"{cls.__name__} needs a model folder, but {options.model} is none")
         return ModelFolder.open(folder)

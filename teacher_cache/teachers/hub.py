@@ -19,10 +19,6 @@ def find_folder(model: str, revision: str | None = None, *, trust_remote_code: b
 
     The path of a finished run stands for its student. A model in the hub's cache is not downloaded again: it keeps its
     commit, without network, until another `revision` is given.
-
-    Raises:
-        TeacherError: `model` is none of these, or cannot be downloaded.
-        MissingDependency: a hub id without huggingface_hub.
     """
     local = Path(model).expanduser()
     if model and local.is_dir():
@@ -36,11 +32,7 @@ def find_folder(model: str, revision: str | None = None, *, trust_remote_code: b
 
 
 def student_folder(folder: Path) -> Path:
-    """The student of a run folder; any other folder unchanged.
-
-    Raises:
-        TeacherError: the run has not finished.
-    """
+    """The student of a run folder; any other folder unchanged."""
     if not (folder / RUN_RECORD).is_file():
         return folder
     if not (folder / STUDENT).is_dir():

@@ -20,11 +20,7 @@ _UNUSED = ("pooler", "position_ids", "token_type_ids")
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device called `name`; by default CUDA, then MPS, then CPU.
-
-    Raises:
-        TeacherError: this machine has no such device.
-    """
+    """The device called `name`; by default CUDA, then MPS, then CPU."""
     if name is None:
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -42,11 +38,7 @@ def choose_device(name: str | None) -> torch.device:
 
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
-    """Hide the progress bars and reports of transformers, and turn what fails into one line about `folder`.
-
-    Raises:
-        TeacherError: loading failed.
-    """
+    """Hide the progress bars and reports of transformers, and turn what fails into one line about `folder`."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -75,11 +67,7 @@ def loading(folder: Path) -> Iterator[None]:
 
 
 def load_encoder(folder: Path, dtype: torch.dtype, device: torch.device, options: TeacherOptions) -> Any:
-    """The transformers model in `folder`, on `device`, in `dtype`, ready for inference.
-
-    Raises:
-        TeacherError: it cannot be loaded, or its checkpoint lacks weights.
-    """
+    """The transformers model in `folder`, on `device`, in `dtype`, ready for inference."""
     from transformers import AutoConfig, AutoModel
 
     with loading(folder):
@@ -113,11 +101,7 @@ def dtype_and_attention(dtype: torch.dtype, device: torch.device, options: Teach
 
 
 def pooler_arguments(config: Any) -> dict[str, Any]:
-    """Arguments of `AutoModel` that leave out the pooler: it is not used, and many checkpoints lack its weights.
-
-    Args:
-        config: of transformers; the result is empty if its model has no such argument.
-    """
+    """Arguments of `AutoModel` that leave out the pooler: it is not used, and many checkpoints lack its weights."""
     from transformers import MODEL_MAPPING
 
     model: Any = MODEL_MAPPING.get(type(config), None)
@@ -134,11 +118,7 @@ def prepare_encoder(model: Any, dtype: torch.dtype, device: torch.device) -> Any
 
 
 def check_weights(folder: Path, loading_info: Mapping[str, Any]) -> None:
-    """Check the loading report of transformers: a missing weight would be random.
-
-    Raises:
-        TeacherError: the checkpoint lacks weights or has them in another shape.
-    """
+    """Check the loading report of transformers: a missing weight would be random."""
     missing = sorted(key for key in loading_info["missing_keys"] if not any(part in key.split(".") for part in _UNUSED))
     mismatched = sorted(str(key[0]) for key in loading_info.get("mismatched_keys", ()))
     if missing or mismatched:

@@ -41,9 +41,6 @@ def choose_dtype(spec: TeacherSpec, load: Callable[[TeacherSpec], Teacher]) -> s
     0.9995 to the float32 one, otherwise "float32"; never float16, which can overflow.
 
     A model that does not fit on the device in float32 gets bfloat16 without measuring.
-
-    Raises:
-        TeacherError: the teacher cannot be loaded in either precision.
     """
     import torch
 

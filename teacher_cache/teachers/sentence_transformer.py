@@ -108,11 +108,7 @@ def _check_modules(files: ModelFolder, options: TeacherOptions) -> None:
 
 
 def _width(files: ModelFolder, pooling: str | None) -> int:
-    """Width of the vectors after the last module.
-
-    Raises:
-        TeacherError: a Dense module expects another width than the pooling before it returns.
-    """
+    """Width of the vectors after the last module."""
     width = files.hidden_size
     for index, kind in enumerate(files.module_kinds()):
         config = files.module_config(index)

@@ -46,12 +46,7 @@ def space_from_folder(
     """The space of a teacher with files in `folder`.
 
     Args:
-        pooling: resolved by the backend.
-        normalize: default of the backend.
         width: of the model's vectors before a cut to `dims`.
-
-    Raises:
-        TeacherError: an option does not fit this model.
     """
     family = find_family(folder.label)
     if family and family.trust_remote_code and not options.trust_remote_code:
@@ -76,33 +71,21 @@ def space_from_folder(
 
 
 def dtype_name(dtype: str) -> str:
-    """The torch name of a dtype, or "auto".
-
-    Raises:
-        TeacherError: unknown dtype.
-    """
+    """The torch name of a dtype, or "auto"."""
     if dtype not in DTYPES:
         raise TeacherError(f"unknown `dtype` {dtype!r}: expected one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
 def check_pooling(options: TeacherOptions) -> str | None:
-    """The pooling of the options, or None.
-
-    Raises:
-        TeacherError: unknown pooling.
-    """
+    """The pooling of the options, or None."""
     if options.pooling is not None and options.pooling not in POOLINGS:
         raise TeacherError(f"unknown `pooling` {options.pooling!r}: expected one of {', '.join(POOLINGS)}")
     return options.pooling
 
 
 def choose_prompt(options: TeacherOptions, prompts: Mapping[str, str], *, default: str | None = None) -> str | None:
-    """The text of the prompt of the options, by default that of the prompt named `default`, or None.
-
-    Raises:
-        TeacherError: both a prompt and a prompt name, or a name that is not in `prompts`.
-    """
+    """The text of the prompt of the options, by default that of the prompt named `default`, or None."""
     if options.prompt is not None and options.prompt_name is not None:
         raise TeacherError(
             f"both `prompt` ({options.prompt!r}) and `prompt_name` ({options.prompt_name!r}) were given: keep one"

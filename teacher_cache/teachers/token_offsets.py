@@ -22,7 +22,6 @@ def word_pieces(
     Args:
         offsets: `(n, 2)` characters in prompt and text together, without padding.
         special_mask: `(n,)`, true for tokens that the tokenizer added.
-        ids: `(n,)`.
         prompt_characters: length of the prompt before the text.
     """
     spans = np.asarray(offsets, dtype=np.int32).reshape(-1, 2)
@@ -55,9 +54,6 @@ def tokenize_with_offsets(
 
     Args:
         max_length: tokens to truncate to, special tokens and prompt included; None does not truncate.
-
-    Raises:
-        TeacherError: the tokenizer has no offsets.
     """
     check_fast_tokenizer(tokenizer)
     if not texts:
@@ -75,11 +71,7 @@ def tokenize_with_offsets(
 
 
 def check_fast_tokenizer(tokenizer: Any) -> None:
-    """Check that a tokenizer returns character offsets.
-
-    Raises:
-        TeacherError: it is not a fast tokenizer.
-    """
+    """Check that a tokenizer returns character offsets."""
     if not getattr(tokenizer, "is_fast", False):
         raise TeacherError(
             f"the tokenizer {type(tokenizer).__name__} returns no character offsets, which token columns and "
