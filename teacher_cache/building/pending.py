@@ -96,7 +96,7 @@ class PendingTokens:
         spec: TeacherSpec,
         counts: BuildCounts,
     ) -> None:
-        """Add the tokens of one batch in their storage encoding, which takes at most half the memory, and count them."""
+        """Add the tokens of one batch in their storage encoding, at most half their memory, and count them."""
         if encoded.by_token is None or len(encoded.by_token) != len(rows):
             raise TeacherError(f"{spec.space.teacher} returned no token columns for {len(rows)} texts")
         attention = spec.request is not None and spec.request.attention is not None

@@ -50,12 +50,9 @@ class Workers(ABC):
 
     @abstractmethod
     def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
-        """Encode every batch once.
+        """Encode every batch once, and yield the batches in order of completion.
 
         Batches are taken as workers become free, so a lazy iterable is not read far ahead.
-
-        Returns:
-            The encoded batches in order of completion.
 
         Raises:
             WorkerError: workers could not be started, or a batch repeatedly killed them.

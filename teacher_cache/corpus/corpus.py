@@ -73,11 +73,7 @@ class Fingerprint:
 
 
 class _Domains:
-    """The domains of a corpus, numbered in order of first appearance.
-
-    Attributes:
-        records: number of records by domain, in that order.
-    """
+    """The domains of a corpus, numbered in order of first appearance; `records` counts their records."""
 
     def __init__(self, key: str | None) -> None:
         self._key = key

@@ -116,9 +116,7 @@ def verify(
         report: called after every shard with how many are done and how many there are.
 
     Raises:
-        CacheNotFound, FormatVersionError: the cache cannot be opened.
         SpaceMismatch, SpaceNotFound: the cache has no space of the teacher; the message names what differs.
-        TeacherError: the teacher cannot be found or run.
     """
     try:
         cache = TeacherCache.open(path)
@@ -127,8 +125,7 @@ def verify(
         return CheckReport([Damage("damaged_cache", str(error), 0)], 0, 0, deep, [])
     with cache:
         comparison = None if teacher is None else TeacherCheck(cache, teacher, every)
-        deep = deep or comparison is not None
-        check = Check(cache, deep=deep, report=report)
+        check = Check(cache, deep=deep or comparison is not None, report=report)
         damage: list[Damage] = []
         try:
             for found in check.damage():
@@ -138,7 +135,7 @@ def verify(
             damage.append(Damage("damaged_cache", str(error), 0))
         compared = (0, None) if comparison is None else (comparison.reencoded, comparison.largest_difference)
         leftovers = sorted(str(file.relative_to(cache.path)) for file in cache.path.rglob(f"*{TEMPORARY_SUFFIX}"))
-        return CheckReport(damage, check.done, rows, deep, leftovers, *compared)
+        return CheckReport(damage, check.done, rows, check.deep, leftovers, *compared)
 
 
 class Check:
@@ -250,10 +247,8 @@ class Check:
     ) -> list[Damage]:
         """Damage of one shard of arrays that belong together, found while their records stayed the same.
 
-        Args:
-            compare: yields damage that only the values or several arrays together show; it takes the number, what was
-                read of each array, and whether one of them is damaged by itself.
-            complete: the arrays have every row of the table; others may lack the shard.
+        `compare` yields damage that only values or several arrays together show; its last argument is whether an array
+        is damaged by itself. `complete` arrays have every row of the table; others may lack the shard.
         """
         while True:
             rows, records = self._records(columns, number)

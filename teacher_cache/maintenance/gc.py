@@ -15,6 +15,7 @@ from typing import Any
 
 from teacher_cache.errors import CorpusNotFound, SpaceNotFound
 from teacher_cache.maintenance.repair import DAMAGED
+from teacher_cache.maintenance.walk import subfolders
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, atomic_write, sync_path
 from teacher_cache.storage.index import Change, quarantine_key, shard_key
 from teacher_cache.storage.manifest import CORPORA
@@ -69,13 +70,12 @@ def reclaim(
         corpora: to drop. Their texts stay, because row numbers never change.
 
     Raises:
-        CacheNotFound, FormatVersionError, DamagedCache, CacheLocked: the cache cannot be opened for writing.
         SpaceNotFound, CorpusNotFound: no such space or corpus; nothing was removed.
     """
     with TeacherCache.open(path, "r+") as cache:
         slugs = [_slug(cache, space) for space in spaces]
         for name in corpora:
-            if name not in cache.corpora() and name not in _subfolders(cache.path / CORPORA):
+            if name not in cache.corpora() and name not in [folder.name for folder in subfolders(cache.path / CORPORA)]:
                 raise CorpusNotFound(
                     f"no corpus {name!r} in {cache.path}; it has: {', '.join(sorted(cache.corpora())) or 'none'}"
                 )
@@ -101,7 +101,7 @@ def _slug(cache: TeacherCache, name: str) -> str:
     try:
         return cache.space_record(name).space.slug
     except SpaceNotFound:
-        if name in _subfolders(cache.path / SPACES):
+        if name in [folder.name for folder in subfolders(cache.path / SPACES)]:
             return name
         raise
 
@@ -159,8 +159,8 @@ class _Sweep:
     def orphans_of_spaces(self, *, dropped: Sequence[str]) -> None:
         """Remove spaces and token columns that were never published, and arrays that were converted."""
         known = self.cache.space_records()
-        for slug in _subfolders(self.cache.path / SPACES):
-            folder = self.cache.path / SPACES / slug
+        for folder in subfolders(self.cache.path / SPACES):
+            slug = folder.name
             if slug in dropped or slug.endswith(TEMPORARY_SUFFIX):
                 continue
             if slug in known:
@@ -193,8 +193,8 @@ class _Sweep:
     def orphans_of_corpora(self, *, dropped: Sequence[str]) -> None:
         """Remove manifests and domains that no corpus uses; a folder with any other file stays."""
         known = self.cache.corpora()
-        for name in _subfolders(self.cache.path / CORPORA):
-            folder = self.cache.path / CORPORA / name
+        for folder in subfolders(self.cache.path / CORPORA):
+            name = folder.name
             if name in dropped or name.endswith(TEMPORARY_SUFFIX):
                 continue
             used = set()
@@ -236,8 +236,3 @@ def _bytes(path: Path) -> int:
     if not path.is_dir():
         return path.stat().st_size
     return sum(_bytes(entry) for entry in path.iterdir())
-
-
-def _subfolders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, and of links to folders."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []

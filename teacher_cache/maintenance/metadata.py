@@ -31,11 +31,9 @@ def restore_cache_json(path: Path) -> None:
 def restore_metadata(path: Path) -> tuple[list[Damage], list[Damage]]:
     """Rewrite the metadata that cannot be read; a folder that was never a cache is not changed.
 
-    Returns:
-        What was damaged and is restored, and what is not because no shard confirms what would be written.
+    Returns what was damaged and is restored, and what is not because no shard confirms what would be written.
 
     Raises:
-        CacheLocked: another process is writing to the cache.
         DamagedCache: the index cannot be opened, or neither it nor the metadata of the texts have the size of a shard.
     """
     restored: list[Damage] = []

@@ -10,7 +10,7 @@ or, between two renames, none.
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,14 @@ import numpy.typing as npt
 from teacher_cache.errors import DamagedCache, FormatVersionError
 from teacher_cache.maintenance.metadata import restore_cache_json
 from teacher_cache.maintenance.repair import move_to_damaged
-from teacher_cache.maintenance.walk import manifest_faults, pair_texts, read_shard, shard_files, valid_vectors
+from teacher_cache.maintenance.walk import (
+    manifest_faults,
+    pair_texts,
+    read_shard,
+    shard_files,
+    subfolders,
+    valid_vectors,
+)
 from teacher_cache.storage.chunks import Rows
 from teacher_cache.storage.column import Column
 from teacher_cache.storage.files import TEMPORARY_SUFFIX, sync_path
@@ -81,8 +88,6 @@ def reindex(path: str | Path, *, report: Callable[[int, int], None] = lambda don
         report: called after every shard with how many are read and how many there are.
 
     Raises:
-        CacheNotFound, FormatVersionError: no cache of this version.
-        CacheLocked: another process is writing to it.
         DamagedCache: `cache.json` and the metadata of the texts are missing; restore them first.
     """
     path = Path(path)
@@ -202,7 +207,7 @@ class _Rebuild:
     # Spaces
 
     def spaces(self) -> None:
-        for folder in _folders(self.path / SPACES):
+        for folder in subfolders(self.path / SPACES):
             try:
                 record = SpaceRecord.from_json((folder / SPACE_JSON).read_bytes())
                 if record.space.slug != folder.name:
@@ -295,7 +300,7 @@ class _Rebuild:
     # Corpora
 
     def corpora(self) -> None:
-        for folder in _folders(self.path / CORPORA):
+        for folder in subfolders(self.path / CORPORA):
             try:
                 record = CorpusRecord.from_json((folder / CORPUS_JSON).read_bytes())
                 if record.name != folder.name:
@@ -329,8 +334,3 @@ def _change(column: Column, number: int, values: Rows, present: npt.NDArray[np.b
 def _filled(mask: npt.NDArray[np.bool_]) -> int:
     """Places up to the last that is true."""
     return int(np.flatnonzero(mask).max(initial=-1)) + 1
-
-
-def _folders(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from sorted(entry for entry in folder.iterdir() if entry.is_dir())

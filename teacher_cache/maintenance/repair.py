@@ -74,10 +74,7 @@ class RepairReport:
 
 
 def repair(
-    path: str | Path,
-    corpus: Corpus | None = None,
-    *,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    path: str | Path, corpus: Corpus | None = None, *, report: Callable[[int, int], None] = lambda done, total: None
 ) -> RepairReport:
     """Run a deep check of a cache, and repair what can be confirmed.
 
@@ -87,9 +84,7 @@ def repair(
         report: called after every shard with how many are checked and how many there are.
 
     Raises:
-        CacheNotFound, FormatVersionError, CacheLocked: the cache cannot be opened for writing.
         DamagedCache: its index is missing or cannot be opened; run `reindex`.
-        CorpusError: `corpus` cannot be read.
     """
     path = Path(path)
     restored, lost = restore_metadata(path)
@@ -103,13 +98,9 @@ def repair(
 
 
 def move_to_damaged(cache: Path, path: Path, *, copy: bool = False) -> str:
-    """Move a file or folder of the cache below `damaged/`, where nothing reads it.
+    """Move, or copy, a file or folder of the cache below `damaged/`, where nothing reads it.
 
-    Args:
-        copy: keep the original, which the caller replaces.
-
-    Returns:
-        Where it is now, relative to the cache; "" if it did not exist.
+    Returns its new path relative to the cache; "" if it did not exist.
     """
     if not path.exists():
         return ""
@@ -371,15 +362,11 @@ class _TextShard:
 
 
 def _existing(name: str) -> str:
-    """The name of a recorded source whose file still exists.
-
-    Raises:
-        CacheNotFound: it does not; `Corpus.open` would take the name of a deleted file with a `*` in it for a pattern.
-    """
+    """The name of a recorded source, if its file still exists."""
     if name == STDIN:
         raise CacheNotFound("standard input cannot be read again")
     if name == MEMORY:
         raise CacheNotFound("these texts came from memory and cannot be read again")
-    if not Path(name).exists():
+    if not Path(name).exists():  # `Corpus.open` would take a name with a `*` in it for a pattern
         raise CacheNotFound(f"{name} does not exist any more")
     return name

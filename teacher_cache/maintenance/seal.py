@@ -36,7 +36,6 @@ def seal(path: str | Path) -> SealedIndex:
     """Replace the sealed copy by one of the index as it is now; may run beside a writer.
 
     Raises:
-        CacheNotFound, DamagedCache, FormatVersionError: there is no cache to seal.
         CacheError: the index itself cannot be read here.
         DiskFull: the older copy is unchanged.
     """

@@ -105,6 +105,11 @@ def shard_files(array: ShardedArray) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal() and array.shard_path(int(name)).is_file())
 
 
+def subfolders(folder: Path) -> list[Path]:
+    """The folders in a folder, and links to folders, by name."""
+    return sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+
+
 def key_matrix(keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
     """`(n, 16)` of n keys, as the array of keys stores them."""
     return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
@@ -117,24 +122,17 @@ def pair_texts(texts: Rows, keys: Rows) -> tuple[list[bytes], npt.NDArray[np.boo
     return hashes, np.asarray((key_matrix(hashes[:count]) == keys[:count]).all(axis=1))
 
 
-def decode(view: SpaceView, stored: Rows) -> npt.NDArray[np.float32]:
-    """`(n, dims)` vectors of stored rows, without a warning about damaged ones."""
-    vectors = np.empty((len(stored), view.dims), dtype=np.float32)
-    with np.errstate(invalid="ignore", over="ignore"):
-        view.encoding.restore(stored, vectors)
-    return vectors
-
-
 def valid_vectors(view: SpaceView, stored: Rows) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Two `(n,)` masks of stored rows: finite, and of a length that the space allows."""
     norms = np.empty(len(stored))
     finite = np.empty(len(stored), dtype=bool)
     for start in range(0, len(stored), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
-        vectors = decode(view, stored[block]).astype(np.float64)
-        finite[block] = np.isfinite(vectors).all(axis=1)
-        with np.errstate(invalid="ignore"):
-            norms[block] = np.linalg.norm(vectors, axis=1)
+        decoded = np.empty((len(stored[block]), view.dims), dtype=np.float32)
+        with np.errstate(invalid="ignore", over="ignore"):  # damaged rows
+            view.encoding.restore(stored[block], decoded)
+            norms[block] = np.linalg.norm(decoded.astype(np.float64), axis=1)
+        finite[block] = np.isfinite(decoded).all(axis=1)
     return finite, np.abs(norms - 1) <= UNIT_LENGTH if view.space.normalize else norms > 0
 
 
@@ -169,13 +167,8 @@ def manifest_faults(manifest: Manifest, rows: int, texts: TextTable | None, *, d
             for text in texts.read(np.asarray(manifest.rows[start : start + READ_RECORDS]).ravel()):
                 fingerprint.add(text.encode())
         if fingerprint.value != record.fingerprint:
-            yield (
-                (
-                    f"the manifest of corpus {record.name!r} leads to other texts: their fingerprint is "
-                    f"{fingerprint.value}, recorded is {record.fingerprint}"
-                ),
-                len(manifest),
-            )
+            fault = f"the manifest of corpus {record.name!r} leads to other texts: their fingerprint is "
+            yield f"{fault}{fingerprint.value}, recorded is {record.fingerprint}", len(manifest)
 
 
 def domain_fault(record: CorpusRecord, numbers: npt.NDArray[np.uint16] | None, *, deep: bool) -> str:

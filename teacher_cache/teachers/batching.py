@@ -18,10 +18,9 @@ from torch.nn import functional
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.teachers.attention import count_layers, make_recordable, record_forward
+from teacher_cache.teachers.attention import TokenPass, count_layers, make_recordable, record_forward
 from teacher_cache.teachers.base import Encoded
 from teacher_cache.teachers.token_offsets import check_fast_tokenizer, encoding_word_pieces
-from teacher_cache.teachers.token_states import TokenPass
 from teacher_cache.tokens.request import OTHER, TextTokens, TokenRequest
 
 logger = logging.getLogger("teacher_cache")
@@ -153,10 +152,7 @@ class BatchedEncoder:
         return model
 
     def _in_float32(self) -> LoadedModel | None:
-        """A float32 copy of the model for texts that overflow, loaded when first needed.
-
-        None if the teacher runs in float32 already, or the copy does not fit on the device.
-        """
+        """A float32 copy of the model, loaded when first needed; None in float32 or if it does not fit the device."""
         if not self._may_repair:
             return None
         if self._float32_model is None:

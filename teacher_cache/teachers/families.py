@@ -55,12 +55,7 @@ def _qwen3(size: str, dims: int) -> Family:
 
 def _e5(name: str, dims: int) -> Family:
     return Family(
-        hub_id=f"intfloat/{name}",
-        pooling="mean",
-        dims=dims,
-        max_length=512,
-        prompts=E5_PROMPTS,
-        prompt_required=True,
+        hub_id=f"intfloat/{name}", pooling="mean", dims=dims, max_length=512, prompts=E5_PROMPTS, prompt_required=True
     )
 
 
@@ -95,11 +90,7 @@ FAMILIES: Mapping[str, Family] = {
         _mean("thenlper/gte-base", 768, 512),
         _mean("thenlper/gte-large", 1024, 512),
         Family(
-            hub_id="Alibaba-NLP/gte-multilingual-base",
-            pooling="cls",
-            dims=768,
-            max_length=8192,
-            trust_remote_code=True,
+            hub_id="Alibaba-NLP/gte-multilingual-base", pooling="cls", dims=768, max_length=8192, trust_remote_code=True
         ),
         _arctic("xs", 384),
         _arctic("s", 384),

@@ -24,14 +24,9 @@ STUDENT = "final"
 # Where and by which version a file was written, and the dtype of the weights (their bytes are hashed).
 _NOT_IDENTITY = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"})
 _TOKENIZER_PATHS = frozenset({"name_or_path", "_name_or_path", "special_tokens_map_file", "tokenizer_file"})
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
+# Besides tokenizer_config.json.
+_TOKENIZER_FILES = frozenset(
+    {"tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt", "vocab.json", "merges.txt"}
 )
 
 # Models whose position table starts after the padding id, so that two of its rows are unused.
@@ -243,8 +238,7 @@ class ModelFolder:
 
     def tokenizer_digest(self) -> str:
         """Hex digest of the files of the tokenizer."""
-        files = [self.encoder / name for name in _TOKENIZER_FILES if name != "tokenizer_config.json"]
-        files = [path for path in files if path.is_file()]
+        files = [self.encoder / name for name in _TOKENIZER_FILES if (self.encoder / name).is_file()]
         files += [*self.encoder.glob("*.model"), *self.encoder.glob("*.spm")]
         return self._digest(_without(self.tokenizer_config, _TOKENIZER_PATHS), files)
 
@@ -281,10 +275,6 @@ def weight_files(part: Path) -> list[Path]:
             )
         return [part / file for file in sorted(named)]
     return []
-
-
-def has_safetensors(part: Path) -> bool:
-    return any(path.suffix == ".safetensors" for path in weight_files(part))
 
 
 def _without(record: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.base import TeacherOptions
-from teacher_cache.teachers.folder import has_safetensors
+from teacher_cache.teachers.folder import weight_files
 from teacher_cache.teachers.linear import prepare_linear_layers, uses_bfloat16_linear
 
 # Parts of a checkpoint that pooled vectors do not depend on.
@@ -88,7 +88,8 @@ def load_encoder(folder: Path, dtype: torch.dtype, device: torch.device, options
 
 def safe_weights(folder: Path) -> dict[str, Any]:
     """Arguments of `from_pretrained` that prefer safetensors and never run pickled code."""
-    return {"use_safetensors": has_safetensors(folder), "weights_only": True}
+    safe = any(path.suffix == ".safetensors" for path in weight_files(folder))
+    return {"use_safetensors": safe, "weights_only": True}
 
 
 def dtype_and_attention(dtype: torch.dtype, device: torch.device, options: TeacherOptions) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.base import TeacherOptions, TeacherSpec
 from teacher_cache.teachers.folder import ModelFolder
-from teacher_cache.teachers.folder_teacher import FolderTeacher
 from teacher_cache.teachers.settings import check_pooling, space_from_folder
+from teacher_cache.teachers.transformer import FolderTeacher
 
 if TYPE_CHECKING:
     import torch

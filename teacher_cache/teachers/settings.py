@@ -35,13 +35,7 @@ _FALLBACK_LENGTH = 512
 
 
 def space_from_folder(
-    options: TeacherOptions,
-    folder: ModelFolder,
-    *,
-    backend: str,
-    pooling: str,
-    normalize: bool,
-    width: int,
+    options: TeacherOptions, folder: ModelFolder, *, backend: str, pooling: str, normalize: bool, width: int
 ) -> EmbeddingSpace:
     """The space of a teacher with files in `folder`.
 
