@@ -285,11 +285,7 @@ def _encode_missing(
     workers: Workers,
     report: Callable[[Progress], None],
 ) -> BuildCounts:
-    """Encode the used rows that lack a column; commit each shard after its last batch.
-
-    Token shards hold fewer rows and are written as soon as they are complete, but committed together with the
-    vectors of their rows.
-    """
+    """Encode the used rows that lack a column; commit each shard, with its token shards, after its last batch."""
     counts = BuildCounts()
     columns = view.tokens if spec.request is not None else None
     total = sum(map(len, missing_by_shard(view, used, spec.request)))

@@ -24,11 +24,7 @@ TOKEN_BYTES = 3
 
 @dataclass
 class BuildCounts:
-    """Counts of one build.
-
-    Attributes:
-        quarantined: rows of these texts that lack a requested column.
-    """
+    """Counts of one build; `quarantined` are the rows that lack a requested column."""
 
     encoded: int = 0
     quarantined: set[int] = field(default_factory=set)
@@ -52,18 +48,12 @@ class BuildCounts:
 
 @dataclass
 class PendingShard:
-    """Vectors of one shard that are not committed yet.
-
-    Attributes:
-        waiting: rows whose vectors have not come back.
-        written: changes of durable token shards, committed together with the vectors.
-        tokens: unwritten token shards by number.
-    """
+    """Vectors, and token shards by number, of one shard; `waiting` is the number of rows that are not encoded yet."""
 
     waiting: int
     rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
     vectors: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    written: list[Change] = field(default_factory=list)
+    written: list[Change] = field(default_factory=list)  # durable token shards, committed together with the vectors
     tokens: dict[int, "PendingTokens"] = field(default_factory=dict)
 
     @property
@@ -73,11 +63,7 @@ class PendingShard:
 
 @dataclass
 class PendingTokens:
-    """Token columns of one token shard that are not written yet, by row.
-
-    Attributes:
-        waiting: rows whose tokens have not come back.
-    """
+    """Token columns of one token shard that are not written yet, by row; `waiting` as in `PendingShard`."""
 
     waiting: int
     stored: dict[int, StoredTokens] = field(default_factory=dict)

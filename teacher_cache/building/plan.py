@@ -61,11 +61,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Cached:
-    """Number of texts of a corpus that a cache has, by column.
-
-    Attributes:
-        complete: texts that have every requested column.
-    """
+    """Number of texts of a corpus that a cache has, by column; `complete` ones have every requested column."""
 
     vectors: int = 0
     states: int = 0

@@ -10,7 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -82,12 +82,8 @@ class RayWorkers(Workers):
         self.actors = actors
 
     def encode(self, spec: TeacherSpec, batches: Iterable[list[str]]) -> EncodedBatches:
-        with ray_session() as ray:
-            pool = _ActorPool(ray, spec, self.actors)
-            try:
-                yield from pool.run(batches)
-            finally:
-                pool.close()
+        with ray_session() as ray, closing(_ActorPool(ray, spec, self.actors)) as pool:
+            yield from pool.run(batches)
 
 
 @contextmanager
@@ -116,9 +112,6 @@ def shares(nodes: list[dict[str, float]], wanted: int | None) -> tuple[int, dict
     """Number of actors, and the resources of each, such that all of them fit at once.
 
     An actor that no single node can hold would wait forever, so resources are sized by the smallest node.
-
-    Args:
-        wanted: number of actors; None uses one per GPU, or one if there is none.
     """
     with_gpu = [node for node in nodes if node.get("GPU", 0) >= 1]
     gpus = sum(int(node["GPU"]) for node in with_gpu)

@@ -272,11 +272,7 @@ class Corpus:
         return [source.origin for source in self._inputs]
 
     def require_records(self) -> None:
-        """Check that the latest pass found a record.
-
-        Raises:
-            CorpusError: it found none.
-        """
+        """Raise a `CorpusError` if the latest pass found no record."""
         if not self.counts["records"]:
             others = f" and {len(self._inputs) - 1} more" if len(self._inputs) > 1 else ""
             raise CorpusError(

@@ -139,11 +139,7 @@ def verify(
 
 
 class Check:
-    """One check of an open cache.
-
-    Attributes:
-        texts_ok: whether all texts are valid, so that the fingerprints of corpora can be computed.
-    """
+    """One check of an open cache."""
 
     def __init__(
         self, cache: TeacherCache, *, deep: bool, report: Callable[[int, int], None] = lambda done, total: None
@@ -151,7 +147,7 @@ class Check:
         self.cache = cache
         self.deep = deep
         self.done = 0
-        self.texts_ok = True
+        self.texts_ok = True  # so that the fingerprints of corpora can be computed
         self._report = report
         self._total = 0
 

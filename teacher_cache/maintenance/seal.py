@@ -17,11 +17,7 @@ from teacher_cache.table.layout import SEALED
 
 @dataclass(frozen=True)
 class SealedIndex:
-    """A sealed copy.
-
-    Attributes:
-        sealed: when, ISO 8601 in UTC.
-    """
+    """A sealed copy, and when it was made: ISO 8601 in UTC."""
 
     path: str
     rows: int

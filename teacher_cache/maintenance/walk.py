@@ -34,12 +34,7 @@ _MANIFEST_ROWS = 2**20
 
 @dataclass(frozen=True)
 class CacheArray:
-    """One array of a cache.
-
-    Attributes:
-        name: in the index.
-        space: record of its space; None for the text table.
-    """
+    """One array of a cache: its name in the index, folder, and record of its space; None for the text table."""
 
     name: str
     folder: Path

@@ -6,7 +6,7 @@ decoded once, into one of two reused buffers. Texts and vectors come from the ca
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class _Window:
     buffer: int
 
 
+@dataclass(eq=False, repr=False)
 class WindowedReader:
     """Reads batches of a shuffled corpus, one window ahead.
 
@@ -71,30 +72,19 @@ class WindowedReader:
         MissingRows: while reading, a row has no vector in the space.
     """
 
-    def __init__(
-        self,
-        cache: TeacherCache,
-        space: SpaceView | JointSpace,
-        order: WindowedShuffle,
-        rows_of: Callable[[Numbers], Numbers],
-        *,
-        texts: int = 1,
-        grouped: int = 0,
-        dtype: npt.DTypeLike = np.float32,
-        tokens: str | None = None,
-    ) -> None:
-        self.cache = cache
-        self.space = space
-        self.order = order
-        self.rows_of = rows_of
-        self.texts = texts
-        self.grouped = grouped
-        self.dtype = dtype
-        self.tokens = tokens
-        self._buffers: dict[int, Stored] = {}
-        self._current: _Window | None = None
-        self._next: tuple[tuple[int, int], Future[_Window]] | None = None
-        self._thread: ThreadPoolExecutor | None = None
+    cache: TeacherCache
+    space: SpaceView | JointSpace
+    order: WindowedShuffle
+    rows_of: Callable[[Numbers], Numbers]
+    _: KW_ONLY
+    texts: int = 1
+    grouped: int = 0
+    dtype: npt.DTypeLike = np.float32
+    tokens: str | None = None
+    _buffers: dict[int, Stored] = field(default_factory=dict, init=False)
+    _current: _Window | None = field(default=None, init=False)
+    _next: tuple[tuple[int, int], Future[_Window]] | None = field(default=None, init=False)
+    _thread: ThreadPoolExecutor | None = field(default=None, init=False)
 
     def epoch(self, epoch: int = 0, *, start: int = 0, drop_last: bool = False) -> Iterator[Batch]:
         """Batches of one epoch of this rank, from batch number `start` on."""

@@ -12,27 +12,15 @@ from typing import Any
 
 from teacher_cache.errors import SpaceMismatch, TeacherError, optional_import
 from teacher_cache.space import EmbeddingSpace
-from teacher_cache.teachers.base import Encoded, Teacher, TeacherOptions, TeacherSpec
+from teacher_cache.teachers.base import Encoded as Encoded
+from teacher_cache.teachers.base import Teacher as Teacher
+from teacher_cache.teachers.base import TeacherOptions as TeacherOptions
+from teacher_cache.teachers.base import TeacherSpec as TeacherSpec
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.hub import find_folder
 from teacher_cache.teachers.precision import choose_dtype
 from teacher_cache.teachers.settings import named_prompts, options_for_space
 from teacher_cache.tokens.request import TokenShape
-
-__all__ = [
-    "BACKENDS",
-    "Encoded",
-    "Teacher",
-    "TeacherOptions",
-    "TeacherSpec",
-    "load_teacher",
-    "load_tokenizer",
-    "model_prompts",
-    "resolve",
-    "resolve_dtype",
-    "resolve_for_space",
-    "token_shape",
-]
 
 # name -> "module:Class"; `TeacherOptions.backend` also takes a "package.module:Class" that is not listed.
 BACKENDS: dict[str, str] = {

@@ -31,11 +31,7 @@ Forward = Callable[[dict[str, Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A forward pass in one dtype, and its transformers tokenizer.
-
-    Attributes:
-        network: the transformers model that the forward pass runs; token-level output needs it.
-    """
+    """A forward pass in one dtype, its transformers tokenizer, and the network it runs, for token-level output."""
 
     forward: Forward
     tokenizer: Any

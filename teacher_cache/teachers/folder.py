@@ -61,11 +61,7 @@ _CAUSAL = frozenset(
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A local folder of one encoder.
-
-    Attributes:
-        path: absolute, symbolic links resolved.
-    """
+    """A local folder of one encoder; `path` is absolute, symbolic links resolved."""
 
     path: Path
 

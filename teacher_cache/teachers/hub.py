@@ -24,20 +24,16 @@ def find_folder(model: str, revision: str | None = None, *, trust_remote_code: b
     if model and local.is_dir():
         if revision is not None:
             raise TeacherError(f"`revision` is {revision!r}, but {model} is a local folder: leave it out")
-        return student_folder(local.resolve())
+        folder = local.resolve()
+        if not (folder / RUN_RECORD).is_file():
+            return folder
+        if not (folder / STUDENT).is_dir():
+            raise TeacherError(f"the run in {folder} has not finished: no {STUDENT}/, expected the trained student")
+        return folder / STUDENT
     if model.startswith((".", "~", "/")) or "\\" in model or model.count("/") > 1 or not model:
         raise TeacherError(f"no folder at {model!r}: check the path, or give a hub id such as BAAI/bge-m3")
     family = FAMILIES.get(model.lower())
     return _from_hub(model, family.hub_id if family else model, revision, trust_remote_code)
-
-
-def student_folder(folder: Path) -> Path:
-    """The student of a run folder; any other folder unchanged."""
-    if not (folder / RUN_RECORD).is_file():
-        return folder
-    if not (folder / STUDENT).is_dir():
-        raise TeacherError(f"the run in {folder} has not finished: no {STUDENT}/, expected the trained student")
-    return folder / STUDENT
 
 
 def _from_hub(model: str, hub_id: str, revision: str | None, trust_remote_code: bool) -> Path:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import TeacherError
+from teacher_cache.storage.codec import cosine_errors
 from teacher_cache.teachers.base import Teacher, TeacherSpec
 
 logger = logging.getLogger("teacher_cache")
@@ -68,7 +69,9 @@ def choose_dtype(spec: TeacherSpec, load: Callable[[TeacherSpec], Teacher]) -> s
     except TeacherError as error:
         logger.info("%s: computing in float32, bfloat16 failed: %s", name, error)
         return "float32"
-    speedup, cosine = full_seconds / half_seconds, _lowest_cosine(reference, rounded)
+    speedup = full_seconds / half_seconds
+    # A non-finite or zero row makes the minimum NaN, which fails every comparison.
+    cosine = 1 - float(cosine_errors(reference.astype(np.float64), rounded.astype(np.float64)).max())
     chosen = "bfloat16" if speedup >= MIN_SPEEDUP and cosine >= MIN_COSINE else "float32"
     logger.info(
         "%s: bfloat16 is %.2f times as fast as float32 on %s, lowest cosine %.5f: computing in %s",
@@ -102,10 +105,3 @@ def _timed(teacher: Teacher, count: int) -> tuple[npt.NDArray[np.float32], float
         teacher.encode(texts)
         seconds.append(time.perf_counter() - started)
     return vectors, min(seconds)
-
-
-def _lowest_cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
-    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    # A non-finite or zero row makes the minimum NaN, which fails every comparison.
-    with np.errstate(invalid="ignore"):
-        return float(np.min(np.sum(a * b, axis=1) / norms))

@@ -37,11 +37,7 @@ _FALLBACK_LENGTH = 512
 def space_from_folder(
     options: TeacherOptions, folder: ModelFolder, *, backend: str, pooling: str, normalize: bool, width: int
 ) -> EmbeddingSpace:
-    """The space of a teacher with files in `folder`.
-
-    Args:
-        width: of the model's vectors before a cut to `dims`.
-    """
+    """The space of a teacher with files in `folder`; `width` is that of its vectors before a cut to `dims`."""
     family = find_family(folder.label)
     if family and family.trust_remote_code and not options.trust_remote_code:
         raise TeacherError(

@@ -50,11 +50,7 @@ def encoding_word_pieces(encoding: Any, prompt: str) -> list[npt.NDArray[np.int3
 def tokenize_with_offsets(
     tokenizer: Any, texts: Sequence[str], *, prompt: str = "", max_length: int | None = None
 ) -> list[npt.NDArray[np.int32]]:
-    """`word_pieces` of each text, after the prompt, special tokens included.
-
-    Args:
-        max_length: tokens to truncate to, special tokens and prompt included; None does not truncate.
-    """
+    """`word_pieces` of each text, after the prompt; `max_length` tokens include special tokens and prompt."""
     check_fast_tokenizer(tokenizer)
     if not texts:
         return []

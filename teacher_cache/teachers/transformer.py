@@ -23,13 +23,9 @@ _COVERED = frozenset({"Transformer", "Pooling", "Normalize"})
 
 
 class FolderTeacher(Teacher):
-    """A teacher with a model folder; a subclass resolves it and loads its forward pass.
+    """A teacher with a model folder; a subclass resolves it and loads its forward pass."""
 
-    Attributes:
-        checks_padding: whether to check at the start that padding does not change a vector.
-    """
-
-    checks_padding = True
+    checks_padding = True  # at the start, that padding does not change a vector
 
     @classmethod
     def open_folder(cls, options: TeacherOptions, folder: Path | None) -> ModelFolder:
