@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distill.config import TrainingConfig as TrainingConfig
     from distill.evaluation.base import Report as Report
     from distill.evaluation.base import Task as Task
+    from distill.evaluation.evaluator import evaluate as evaluate
     from distill.objectives.base import Needs as Needs
     from distill.objectives.base import Objective as Objective
     from distill.runs.run import RunResult as RunResult
@@ -41,6 +42,7 @@ _PUBLIC = {
     "Task": "distill.evaluation.base",
     "TeacherConfig": "distill.config",
     "TrainingConfig": "distill.config",
+    "evaluate": "distill.evaluation.evaluator",
     "run": "distill.runs.run",
 }
 __all__ = [*_PUBLIC]

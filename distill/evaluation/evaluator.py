@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from distill.errors import EvaluationError
 from distill.evaluation import load_task
 from distill.evaluation.base import (
+    DOCUMENT,
     QUERY,
     ROLES,
     TEACHER,
@@ -82,6 +83,56 @@ def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "
     if missing:
         raise EvaluationError(f"{data}: missing {', '.join(missing)}; put the files there, or name the tasks to run")
     return tasks
+
+
+def evaluate(
+    model: "str | Path | TeacherOptions | Encoder",
+    tasks: Sequence[Task | str] | None = None,
+    data: str | Path | None = None,
+    *,
+    split: str = "test",
+    names: Sequence[str] | None = None,
+) -> Report:
+    """Score a model on tasks.
+
+    Args:
+        model: a run folder, model folder or hub id, which encodes in float32, without normalization; `TeacherOptions`;
+            or an object whose `encode(texts)` returns `(n, d)` vectors, such as a `SentenceTransformer`.
+        tasks: `Task` objects, and names of the nine tasks; None is all nine.
+        data: folder of the nine tasks' files.
+        split: "validation" or "test"; of the nine tasks.
+        names: of the nine tasks, besides those in `tasks`.
+
+    Raises:
+        TypeError: `model` cannot encode, or `tasks` or `names` is not a list of these.
+        EvaluationError, TeacherError: no task is given, or a file or the model is missing.
+    """
+    from teacher_cache.teachers.base import TeacherOptions
+
+    if isinstance(tasks, str | Task) or isinstance(names, str):
+        raise TypeError("`tasks` and `names` must be lists, such as ['stsb']")
+    if isinstance(model, str | Path):
+        model = TeacherOptions(model=str(model), dtype="float32")
+    if not isinstance(model, TeacherOptions) and (isinstance(model, type) or not hasattr(model, "encode")):
+        raise TypeError(
+            f"`model` is {model!r}; expected a folder, a hub id, TeacherOptions, or an object with `encode`"
+        )
+    listed = [*(tasks or ()), *(names or ())]
+    for task in listed:
+        if not isinstance(task, str | Task):
+            raise TypeError(f"`tasks` has {task!r}; expected Task objects and names of the nine tasks")
+    named = None if tasks is None and names is None else [task for task in listed if isinstance(task, str)]
+    nine: list[Task] = []
+    if named is None or named:
+        if data is None:
+            raise EvaluationError("`data` is missing: name the folder of the nine tasks' files, or give Task objects")
+        nine = nine_tasks(Path(data), named, split=split)
+    remaining = iter(nine)
+    chosen = nine if named is None else [next(remaining) if isinstance(task, str) else task for task in listed]
+    if isinstance(model, TeacherOptions):
+        return evaluate_model(model, tasks=chosen)
+    # Not the teacher's roles: a task that compares with a teacher is an error.
+    return Evaluator(chosen)(dict.fromkeys((TEXT, QUERY, DOCUMENT), model), type(model).__name__)
 
 
 def evaluate_model(

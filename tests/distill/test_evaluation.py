@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +17,16 @@ from scipy.stats import spearmanr
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, f1_score
 
+import distill
 from distill.errors import ConfigError, EvaluationError
 from distill.evaluation import TASKS, encoders, load_task
 from distill.evaluation.base import Report, Task, TaskScore, cosine
 from distill.evaluation.classification import Classification
-from distill.evaluation.evaluator import NINE, Evaluator, nine_tasks
+from distill.evaluation.evaluator import NINE, Evaluator, evaluate, nine_tasks
 from distill.evaluation.pairs import PairClassification
 from distill.evaluation.sts import TextualSimilarity, spearman
 from distill.report.tables import task_table
+from teacher_cache.teachers import TeacherOptions
 from tests.contracts.task_contract import CountingEncoder, TaskContract, text_vectors
 
 Row = tuple[object, ...]
@@ -413,6 +416,67 @@ def test_no_task_or_two_with_one_name_are_an_error(tmp_path: Path) -> None:
 def test_an_unknown_domain_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="expected one of in, out, other"):
         TextualSimilarity("x", tmp_path, domain="inside")
+
+
+@pytest.mark.parametrize("model", ["toy", Path("toy"), TeacherOptions(model="toy", dtype="float32")])
+def test_evaluate_takes_a_model_by_name_path_or_options(tmp_path: Path, model: Any) -> None:
+    write_nine(tmp_path)
+    report = distill.evaluate(model, data=tmp_path)
+    assert report.model == "toy"
+    assert list(report.tasks) == list(NINE)
+
+
+def test_evaluate_takes_an_object_that_encodes_and_keeps_the_order_of_tasks(tmp_path: Path) -> None:
+    write_nine(tmp_path)
+    write_pairs(tmp_path, "x", [1, 2, 3], column="score")
+    own = TextualSimilarity("x", tmp_path)
+    report = evaluate(CountingEncoder(), ["mrpc", own, "stsb"], str(tmp_path), names=["sick"])
+    assert report.model == "CountingEncoder"
+    assert list(report.tasks) == ["mrpc", "x", "stsb", "sick"]
+    assert (
+        report.tasks["stsb"].score == Evaluator(nine_tasks(tmp_path, ["stsb"]))(CountingEncoder()).tasks["stsb"].score
+    )
+    assert list(evaluate(CountingEncoder(), [own]).tasks) == ["x"]
+    assert list(evaluate(CountingEncoder(), data=tmp_path, names=["wic"]).tasks) == ["wic"]
+
+
+def test_evaluate_scores_another_split_of_the_nine_tasks(tmp_path: Path) -> None:
+    write_pairs(tmp_path, "stsb", [1, 2, 3], column="score")
+    (tmp_path / "stsb_test.csv").rename(tmp_path / "stsb_validation.csv")
+    assert evaluate(CountingEncoder(), ["stsb"], tmp_path, split="validation").texts == 6
+    with pytest.raises(EvaluationError, match=r"missing stsb_test\.csv"):
+        evaluate(CountingEncoder(), ["stsb"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"model": 3}, TypeError, "`model` is 3; expected a folder"),
+        ({"model": CountingEncoder}, TypeError, "`model` is <class"),
+        ({"tasks": "stsb"}, TypeError, "must be lists"),
+        ({"names": "stsb"}, TypeError, "must be lists"),
+        ({"tasks": [3]}, TypeError, "`tasks` has 3; expected Task objects"),
+        ({}, EvaluationError, "`data` is missing"),
+        ({"tasks": ["stsb"]}, EvaluationError, "`data` is missing"),
+        ({"tasks": []}, EvaluationError, "nothing to evaluate"),
+        ({"tasks": [], "model": "toy"}, EvaluationError, "nothing to evaluate"),
+        ({"tasks": ["stsd"], "data": "."}, EvaluationError, "did you mean 'stsb'"),
+        ({"data": "absent"}, EvaluationError, "no such folder"),
+    ],
+)
+def test_wrong_arguments_of_evaluate_are_an_error_in_one_line(
+    arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match) as raised:
+        evaluate(**{"model": CountingEncoder(), **arguments})
+    assert "\n" not in str(raised.value)
+
+
+def test_an_object_that_encodes_has_no_teacher_to_be_compared_with(tmp_path: Path) -> None:
+    (tmp_path / "texts_test.csv").write_text("text\na\nb\nc\nd\n")
+    task = load_task("agreement")("texts", tmp_path)
+    with pytest.raises(EvaluationError, match="teacher"):
+        evaluate(CountingEncoder(), [task])
 
 
 class Careless(TextualSimilarity):
