@@ -44,10 +44,8 @@ class AlignmentSettings:
     """Everything that an alignment depends on, besides the space and the text.
 
     Attributes:
-        method: a name of `teacher_cache.tokens.alignment.METHODS`.
         tokenizer: digest of the student's tokenizer files.
         max_length: most tokens of a text that the student reads, including special tokens and prompt.
-        prompt: prepended to the student's texts.
         lower: whether the student ignores case.
     """
 
@@ -138,6 +136,7 @@ def align_corpus(
     Killing it loses at most the shard in memory.
 
     Args:
+        method: a name of `teacher_cache.tokens.alignment.METHODS`.
         student: model folder, hub id or known name; only its tokenizer is loaded.
         max_length: None uses the model's own, but at most `STUDENT_LENGTH`.
         report: called with the number of texts done and the total.

@@ -48,7 +48,7 @@ class BuildCounts:
 
 @dataclass
 class PendingShard:
-    """Vectors, and token shards by number, of one shard; `waiting` is the number of rows that are not encoded yet."""
+    """Uncommitted vectors, and unwritten token shards by number, of one shard; `waiting` rows are not encoded yet."""
 
     waiting: int
     rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
