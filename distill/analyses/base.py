@@ -111,10 +111,8 @@ def analyze(
     Args:
         names: of `ANALYSES`, or "package.module:Class"; None is all that the run and the given files allow: the others
             are announced with the reason, and an error is raised only if none is left.
-        options: by name of the analysis.
         cache, trust_remote_code: see `TrainedRun.open`.
         announce: called with a line about each intermediate result, and about analyses that are skipped.
-        progress: called with every phase.
         saved: called with the name and the record of each analysis as soon as it is saved.
 
     Returns:
@@ -178,11 +176,7 @@ def analyze(
 
 
 def int_option(option: str, value: Any, least: int, most: int | None = None) -> int:
-    """The value of an option that is a whole number, such as "map.texts".
-
-    Raises:
-        ConfigError: it is not a whole number, or out of range.
-    """
+    """The value of an option that is a whole number, such as "map.texts"."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         raise ConfigError(
             f"{option} is {value!r}; expected a whole number "
@@ -192,11 +186,7 @@ def int_option(option: str, value: Any, least: int, most: int | None = None) -> 
 
 
 def float_option(option: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
-    """The value of an option that is a finite number; YAML reads 1e-4 as a text.
-
-    Raises:
-        ConfigError: it is not a number, or out of range.
-    """
+    """The value of an option that is a finite number; YAML reads 1e-4 as a text."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -208,11 +198,7 @@ def float_option(option: str, value: Any, *, above: float | None = None, least: 
 
 
 def choice_option(option: str, value: Any, known: Sequence[Any]) -> Any:
-    """The value of an option that is one of `known`, such as (True, False).
-
-    Raises:
-        ConfigError: it is not one of them.
-    """
+    """The value of an option that is one of `known`, such as (True, False)."""
     # By type and value: 1 == True. Not `in`: a value may be unhashable.
     if not any(type(value) is type(one) and value == one for one in known):
         words = [str(one).lower() if isinstance(one, bool) else str(one) for one in known]
@@ -221,11 +207,7 @@ def choice_option(option: str, value: Any, known: Sequence[Any]) -> Any:
 
 
 def names_option(option: str, value: Any) -> list[str] | None:
-    """The value of an option that lists names; a text is split at commas, None stays None.
-
-    Raises:
-        ConfigError: it is not a list of texts, or empty.
-    """
+    """The value of an option that lists names; a text is split at commas, None stays None."""
     if value is None:
         return None
     found = [part.strip() for part in value.split(",")] if isinstance(value, str) else value

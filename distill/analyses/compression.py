@@ -51,9 +51,6 @@ class Compression(Analysis):
         Args:
             tasks: of the nine, those over pairs; None is all six of them. `data` may also be a YAML file of tasks.
             split: "test" or "validation", of those tasks.
-
-        Raises:
-            ConfigError: another split, not a list of names, or a choice among tasks that are not given.
         """
         super().__init__(**options)
         self.tasks = names_option("compression.tasks", tasks)
@@ -72,11 +69,6 @@ class Compression(Analysis):
 
         Each model encodes every text once; missing vectors of the teacher are encoded and stored in the cache.
         `teacher_prompt` is the teacher's prompt, also for queries.
-
-        Raises:
-            EvaluationError: files are missing or malformed, a task is not over pairs, or a vector is NaN or infinite.
-            NeedsNotMet: the run has several teachers.
-            MissingRows: the cache lacks texts, and no teacher was named.
         """
         compared = [_compared(task) for task in self._tasks()]
         model = run.load()

@@ -68,17 +68,9 @@ class Curvature(Analysis):
         Args:
             checkpoints: at most this many, evenly spread and with the newest; None is all.
             texts: training records of the loss; time and memory are proportional.
-            batch: records per batch, at least 2.
-            rho: radius of `sharpness`.
-            adaptive_rho: radius of `adaptive_sharpness`.
             heads: also compute `with_heads`, which doubles the time.
             differences: compute Hessian-vector products as differences of gradients: equally slow, in the memory of one
                 batch, accurate to about 1e-4. Always used for losses without a second derivative.
-            iterations: at most, of power iteration.
-            seed: of the sample and the start vectors.
-
-        Raises:
-            ConfigError: an option out of range.
         """
         super().__init__(**options)
         self.checkpoints = None if checkpoints is None else int_option("curvature.checkpoints", checkpoints, 1)
@@ -92,13 +84,7 @@ class Curvature(Analysis):
         self.seed = int_option("curvature.seed", seed, 0, LARGEST_SEED)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
-        """`loss` (its description), `texts`, `batch`, and `points` with the figures of a checkpoint each.
-
-        Raises:
-            RunFolderError: no checkpoint was kept.
-            EvaluationError: fewer than two training records.
-            NonFiniteLoss: the loss or its gradient is NaN or infinite.
-        """
+        """`loss` (its description), `texts`, `batch`, and `points` with the figures of a checkpoint each."""
         points = []
         chosen = _evenly_spread(run.checkpoints(), self.checkpoints)
         for number, checkpoint in enumerate(chosen):
@@ -144,9 +130,6 @@ class Curvature(Analysis):
             `value` of the loss; `products`, "exact" or "differences"; `student` and `with_heads`, each with
             `parameters`, `power` and `lanczos`, or None if there are none or the loss is flat along them;
             `sharpness` and `adaptive_sharpness` with `rho`, `rise` and `relative`, the rise as a share of the loss.
-
-        Raises:
-            NonFiniteLoss: the loss or its gradient is NaN or infinite here.
         """
 
         def loss(inputs: Inputs) -> Tensor:

@@ -42,20 +42,12 @@ class Layers(Analysis):
         """
         Args:
             texts: at most this many, at least 4; memory grows with its square, times the layers.
-
-        Raises:
-            ConfigError: fewer, or not a whole number.
         """
         super().__init__(**options)
         self.texts = int_option("layers.texts", texts, FEWEST_TEXTS)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
-        """The figures above, as lists from the embedding layer to the last layer.
-
-        Raises:
-            EvaluationError: fewer than 4 texts.
-            RunFolderError, StudentError: no checkpoint, or the student before training is missing.
-        """
+        """The figures above, as lists from the embedding layer to the last layer."""
         rows, held_out = run.sample_rows(self.texts)
         texts = run.cache.texts(rows)
         self.progress("encoding layers", 0, 2, "before training")
@@ -82,9 +74,6 @@ def compare_layers(before: npt.NDArray[Any], after: npt.NDArray[Any], teacher: n
     Args:
         before: `(L + 1, n, d_s)` pooled states, and `after` of the same texts.
         teacher: `(n, d_T)`.
-
-    Raises:
-        EvaluationError: fewer than 4 texts.
     """
     texts = len(teacher)
     if texts < FEWEST_TEXTS:

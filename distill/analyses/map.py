@@ -46,13 +46,8 @@ class Map(Analysis):
     ) -> None:
         """
         Args:
-            method: "tsne" or "pca".
             texts: at most this many are drawn, at least 4.
             fitted_on: at most this many other texts that a rotation is fitted to, if one is needed.
-            seed: of t-SNE.
-
-        Raises:
-            ConfigError: another method, or a number out of range.
         """
         super().__init__(**options)
         self.method: str = choice_option("map.method", method, METHODS)
@@ -61,12 +56,7 @@ class Map(Analysis):
         self.seed = int_option("map.seed", seed, 0, LARGEST_SEED)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
-        """`points` (x, y, of, text), `texts`, whether they were `held_out`, and the distances.
-
-        Raises:
-            EvaluationError: fewer than 4 texts.
-            RunFolderError: no checkpoint.
-        """
+        """`points` (x, y, of, text), `texts`, whether they were `held_out`, and the distances."""
         model = run.load()
         projection = model.objective.projection()
         rows, held_out = run.sample_rows(self.texts)
@@ -155,9 +145,6 @@ def distances(student: Matrix, teacher: Matrix) -> dict[str, float]:
 
     Args:
         student: `(n, d)` unit vectors, and `teacher` of the same n >= 4 texts.
-
-    Raises:
-        EvaluationError: fewer.
     """
     count = len(student)
     if count < FEWEST_TEXTS:

@@ -46,20 +46,12 @@ class Margin(Analysis):
         """
         Args:
             skipped_epochs: epochs at the beginning of each cycle whose checkpoints are excluded.
-
-        Raises:
-            ConfigError: below 0, or not a number.
         """
         super().__init__(**options)
         self.skipped_epochs = float_option("margin.skipped_epochs", skipped_epochs, least=0)
 
     def __call__(self, run: TrainedRun) -> dict[str, Any]:
-        """`points`, `fit`, `teacher_score`, `margin` and, if there is no margin, the `reason`.
-
-        Raises:
-            NeedsNotMet: the student is not in the teacher's space, or has several teachers.
-            EvaluationError: the run has no held-out texts, or a task's file is missing.
-        """
+        """`points`, `fit`, `teacher_score`, `margin` and, if there is no margin, the `reason`."""
         rows = run.without_quarantined(run.held_out_rows())
         if not len(rows):
             raise EvaluationError(
@@ -149,9 +141,6 @@ def approximation_error(student: npt.NDArray[Any], teacher: npt.NDArray[Any]) ->
 
 def fit_margin(points: Sequence[Mapping[str, Any]], teacher_score: float) -> dict[str, Any]:
     """The line through the points that are `fitted`, and where it reaches the teacher's score.
-
-    Args:
-        points: each with `error`, `score` and `fitted`.
 
     Returns:
         `points`, `fit` (`slope`, `intercept`, `r2`, None if there is no line), `teacher_score`, `margin`, and with a

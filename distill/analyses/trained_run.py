@@ -28,13 +28,6 @@ class TrainedRun:
 
     Nothing is written, and the state of torch's random generator is preserved. A teacher is loaded only by `batches`,
     if the run had one online.
-
-    Attributes:
-        folder: the run folder.
-        config: with the space and corpus of the run.
-        record: contents of `run.json`.
-        targets: the teacher's outputs for the objective.
-        manifest: the corpus it was trained on.
     """
 
     def __init__(self, folder: Path, config: RunConfig, record: dict[str, Any], cache: TeacherCache) -> None:
@@ -102,22 +95,14 @@ class TrainedRun:
         self.cache.close()
 
     def checkpoints(self) -> list[Path]:
-        """The complete ones, by step.
-
-        Raises:
-            RunFolderError: there are none.
-        """
+        """The complete ones, by step."""
         found = complete_checkpoints(self.folder, self.record.get("processes", 1))
         if not found:
             raise RunFolderError(f"{self.folder} has no complete checkpoint; train with training.save_total_limit >= 1")
         return found
 
     def load(self, checkpoint: Path | None = None) -> Distillation:
-        """Student and objective at a checkpoint, by default the exported one; float32, on the CPU, in evaluation mode.
-
-        Raises:
-            RunFolderError: there is no checkpoint, or it does not fit the run.
-        """
+        """Student and objective at a checkpoint, by default the exported one: float32, CPU, evaluation mode."""
         chosen = checkpoint or self._exported()
         source = self._any_student()
         student = Student.load(source)
@@ -132,12 +117,7 @@ class TrainedRun:
         return model.eval()
 
     def initial(self) -> Distillation:
-        """Student and objective before the first step, with the same random projections.
-
-        Raises:
-            RunFolderError: the model that training started from has changed.
-            StudentError: it is missing.
-        """
+        """Student and objective before the first step, with the same random projections."""
         student = Student.load(self.config.student)
         self._require("weights", student)
         self._require("tokenizer", student)

@@ -23,7 +23,6 @@ def load_task(kind: str) -> "type[Task]":
 
     Raises:
         ConfigError: no such kind, module or class, or the class is not a `Task`.
-        MissingDependency: the kind needs a library that is not installed.
     """
     from distill.evaluation.base import Task
 

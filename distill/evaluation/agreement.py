@@ -25,7 +25,6 @@ class Agreement:
         overlap: mean share, in [0, 1], of a text's nearest neighbors that the two models have in common. Chance level
             is `neighbours / (texts - 1)`.
         neighbours: number of nearest neighbors of each text, itself excluded.
-        texts: n.
     """
 
     spearman: float

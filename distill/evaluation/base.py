@@ -215,11 +215,7 @@ def cosine(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[np.
 
 
 def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Check that every one of `given` is among `known`.
-
-    Raises:
-        EvaluationError: one is not; the message starts with `what` and has the nearest name.
-    """
+    """Check that every one of `given` is among `known`; the error starts with `what` and has the nearest name."""
     names = list(known)
     for name in given:
         if name not in names:
@@ -234,9 +230,7 @@ class TaskScore:
 
     Attributes:
         score: value of `metric`, times 100.
-        extra: the task's further figures.
         seconds: time of scoring, without encoding.
-        examples: example texts by kind.
     """
 
     metric: str

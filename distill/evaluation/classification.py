@@ -33,11 +33,7 @@ class Classification(Task):
 
     @cached_property
     def parts(self) -> list[tuple[list[str], list[int | str]]]:
-        """Texts and labels of the training file, then of the scored one.
-
-        Raises:
-            EvaluationError: a file is malformed, or the training file has a single class.
-        """
+        """Texts and labels of the training file, then of the scored one."""
         first = next(self.rows(self.files()[0], {"label": str}))[0]
         label = class_number if is_number(first) else class_name
         parts = []

@@ -48,7 +48,6 @@ class CachedEncoder:
         space: as `TeacherCache.space` takes it; None is the space of `teacher` or, without one, the cache's only one.
         teacher: the model that encodes missing texts; None raises for them. With a `space` only the model and where it
             runs are used: it encodes as the space defines.
-        announce: called with a line about missing texts before they are encoded.
 
     Attributes:
         space: the vectors' space; its precision is "auto" until the first missing text resolves it.
@@ -56,7 +55,6 @@ class CachedEncoder:
 
     Raises:
         CacheError: no such cache or space; a `SpaceMismatch` if the space is of another model.
-        TeacherError: no such model.
     """
 
     def __init__(
@@ -207,9 +205,6 @@ def options_by_role(
     A given prompt takes precedence. The default is the model's own: sentence-transformers' prompts named query, and
     document, passage or corpus, or those of its family; if only one of them is named, the other is empty. A model
     without any, or options that name a prompt, use the same prompt for all roles.
-
-    Raises:
-        TeacherError: no such model.
     """
     named: Mapping[str, str] = {}
     if options.prompt is None and options.prompt_name is None:
@@ -257,11 +252,7 @@ def resolved_dtype(dtype: str) -> str:
 def encode_all(
     encoder: Encoder, texts: Sequence[str], progress: Progress = no_progress, phase: str = "encoding texts"
 ) -> npt.NDArray[np.float32]:
-    """`(n, d)` vectors of n >= 1 texts, encoded `CHUNK` at a time into one matrix.
-
-    Raises:
-        EvaluationError: the encoder returns a wrong number of vectors, or another width than before.
-    """
+    """`(n, d)` vectors of n >= 1 texts, encoded `CHUNK` at a time into one matrix."""
     if isinstance(encoder, CachedEncoder):
         # All texts at once: every call with missing texts loads the model.
         encoder.fill(texts, progress)

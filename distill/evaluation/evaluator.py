@@ -68,7 +68,6 @@ def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "
 
     Raises:
         EvaluationError: an unknown name, or missing files; the message lists all of them.
-        MissingDependency: scikit-learn or SciPy is absent.
     """
     data = Path(data)
     tasks = []
@@ -155,12 +154,8 @@ def evaluate_model(
     classifiers on those, and cosines do not change.
 
     Args:
-        options: the model and how it encodes; of a run folder `final/` is scored.
-        data: folder of the nine tasks' files; None runs none of the nine.
-        names: of the nine; None is all.
         tasks: further ones, such as those of `retrieval_tasks`.
         cache: where the model's own vectors are stored, so that a second evaluation encodes nothing; None stores none.
-        query_prompt, document_prompt: None takes the model's own.
         teacher: source of the teacher's vectors, if a task needs them; by default, for a run's student, the run's
             cache and space.
         mteb: tasks of the MTEB library, as `run_mteb` takes them.
@@ -226,11 +221,7 @@ def _evaluate(
 
 
 class Evaluator:
-    """Scores encoders on a fixed list of tasks.
-
-    Raises:
-        EvaluationError: no task, or two with one name.
-    """
+    """Scores encoders on a fixed list of tasks."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         names = [task.name for task in tasks]
@@ -248,11 +239,6 @@ class Evaluator:
 
         Args:
             encoders: one for all roles, or by role; roles that share an encoder share its vectors.
-            model: name of the encoder in the report.
-
-        Raises:
-            EvaluationError: a file is missing or malformed, a role has no encoder, or an encoder returns NaN, infinity
-                or a wrong shape.
         """
         start = time.perf_counter()
         by_role = encoders if isinstance(encoders, Mapping) else dict.fromkeys(ROLES, encoders)

@@ -33,14 +33,7 @@ def read_columns(path: Path, columns: Mapping[str, Callable[[str], Any]]) -> Ite
 
 
 def read_json_lines(path: Path, **numbers: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`FILE:LINE` and the JSON object of every line that is not blank.
-
-    Args:
-        numbers: `parse_int` and `parse_float` of `json.loads`.
-
-    Raises:
-        EvaluationError: the file cannot be read, or a line is not a JSON object.
-    """
+    """`FILE:LINE` and the JSON object of every line that is not blank."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):

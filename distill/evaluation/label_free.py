@@ -54,11 +54,7 @@ class LabelFree(Task):
 
     @cached_property
     def sampled(self) -> list[str]:
-        """The texts of the sample, by digest.
-
-        Raises:
-            CorpusError: the file is missing or malformed, or holds no text.
-        """
+        """The texts of the sample, by digest."""
         (path,) = self.files()
         corpus = Corpus.open(path, text_key=[self.column_name("text")])
         found = sample_texts((text for batch in corpus.batches(1024) for (text,) in batch), self.sample, self.seed)
@@ -137,14 +133,7 @@ class Approximation(LabelFree):
 
 
 def label_free_tasks(corpus: Path, *, text_key: str = "text", sample: int = SAMPLE) -> list[Task]:
-    """Agreement and, for a model in its teacher's space, approximation, on one sample of a corpus.
-
-    Args:
-        text_key: key or column of the text.
-
-    Raises:
-        EvaluationError: no such file.
-    """
+    """Agreement and, for a model in its teacher's space, approximation, on one sample of a corpus."""
     if not corpus.exists():
         raise EvaluationError(f"{corpus}: no such corpus of texts")
     given: dict[str, Any] = {"files": {"file": corpus}, "columns": {"text": text_key}, "sample": sample}
@@ -156,10 +145,6 @@ def label_free_tasks(corpus: Path, *, text_key: str = "text", sample: int = SAMP
 
 def without_approximation(tasks: Sequence[Task], reason: str, announce: Announce) -> list[Task]:
     """The tasks without optional approximations, for a model that is not in its teacher's space.
-
-    Args:
-        reason: why it is not.
-        announce: called with what is skipped.
 
     Raises:
         EvaluationError: an approximation is not optional.

@@ -38,15 +38,8 @@ def run_mteb(
 
     Loading a task's data writes to the cache of the datasets library and may use the network; nothing else does.
 
-    Args:
-        options: the model and how it encodes; vectors are compared by their cosine.
-        names: of MTEB's tasks, or "package.module:Class" for a task class.
-        query_prompt, document_prompt: see `options_by_role`.
-        encoder_of: returns the encoder of given options; by default the model itself, without a cache.
-
     Raises:
         EvaluationError: an unknown task, data that cannot be loaded, or a task that is not of texts.
-        MissingDependency: mteb is absent.
     """
     with optional_import("an MTEB task"):
         import mteb
@@ -122,11 +115,7 @@ class MtebEncoder:
         prompt_type: "PromptType | None" = None,
         **kwargs: Any,
     ) -> npt.NDArray[np.float32]:
-        """`(n, d)` vectors of the texts of a loader's batches, each distinct one encoded once.
-
-        Raises:
-            EvaluationError: a batch has no texts.
-        """
+        """`(n, d)` vectors of the texts of a loader's batches, each distinct one encoded once."""
         texts: list[str] = []
         for batch in inputs:
             if "text" not in batch:

@@ -56,11 +56,7 @@ class Collection:
 
     @cached_property
     def documents(self) -> dict[str, str]:
-        """Title and text of each document by id; documents with neither are left out.
-
-        Raises:
-            EvaluationError: the file is missing or malformed, or has no documents.
-        """
+        """Title and text of each document by id; documents with neither are left out."""
         found: dict[str, str] = {}
         for where, record in read_json_lines(self._corpus):
             title = _text(where, record, "title") if record.get("title") is not None else ""
@@ -72,11 +68,7 @@ class Collection:
 
     @cached_property
     def queries(self) -> dict[str, str]:
-        """Text of each query with a relevant document, by id.
-
-        Raises:
-            EvaluationError: a file is missing or malformed, a query is empty, or none has a relevant document.
-        """
+        """Text of each query with a relevant document, by id."""
         found: dict[str, str] = {}
         for where, record in read_json_lines(self._queries):
             _add(found, where, record, _text(where, record, "text"))
@@ -94,11 +86,7 @@ class Collection:
 
     @cached_property
     def judgments(self) -> dict[str, dict[str, int]]:
-        """Grade of each judged document, by query and document.
-
-        Raises:
-            EvaluationError: the file is missing or malformed, or gives a document two grades.
-        """
+        """Grade of each judged document, by query and document."""
         found: dict[str, dict[str, int]] = {}
         for where, (query, document, grade) in _judgments(self._qrels):
             known = found.setdefault(query, {})
@@ -132,7 +120,6 @@ class Retrieval(Task):
     Args:
         mode: "student" or "teacher" encodes queries and documents; "asymmetric": the student queries, the teacher
             documents, as if an existing index of the teacher is searched with fast queries.
-        collection: of the folder, if several tasks share it.
     """
 
     metric: ClassVar[str] = "ndcg_at_10"
@@ -238,11 +225,7 @@ class Retrieval(Task):
 
 
 def retrieval_tasks(folder: Path, modes: Sequence[str] = ("student",)) -> list[Task]:
-    """A task for each mode, over one folder in BEIR's layout: NAME, "NAME (asymmetric)", "NAME (teacher)".
-
-    Raises:
-        EvaluationError: an unknown mode, or missing files; the message lists all of them.
-    """
+    """A task for each mode, over one folder in BEIR's layout: NAME, "NAME (asymmetric)", "NAME (teacher)"."""
     folder = Path(folder)
     tasks = []
     collection: Collection | None = None

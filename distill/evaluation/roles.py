@@ -41,11 +41,7 @@ class TeacherSource:
     document_prompt: str | None = None
 
     def for_run(self, record: Mapping[str, Any]) -> "TeacherSource":
-        """The same with the cache and the space of a run's record as defaults.
-
-        Raises:
-            EvaluationError: the run has several teachers, and `space` is None.
-        """
+        """The same with the cache and the space of a run's record as defaults."""
         space = self.space or recorded_space(record)
         if space is None:
             raise EvaluationError(
@@ -76,13 +72,6 @@ def model_encoders(
 
     Unless `options.normalize` is set, vectors are taken before any normalization. The precision "auto" is resolved by
     `resolved_dtype`.
-
-    Args:
-        cache: where its vectors are stored; None stores none.
-        query_prompt, document_prompt: see `options_by_role`.
-
-    Raises:
-        TeacherError, CacheError: no such model, or the folder is not a cache.
     """
     by_role = options_by_role(options, query_prompt, document_prompt)
     normalize = options.normalize if options.normalize is not None else False
@@ -139,11 +128,7 @@ def _space_encoders(
 
 
 def require_teacher_space(model: str) -> None:
-    """Check that a run's student is in its teacher's space.
-
-    Raises:
-        EvaluationError: it is not.
-    """
+    """Check that a run's student is in its teacher's space."""
     record = run_record(model)
     if record is not None and not record.get("in_teacher_space"):
         raise EvaluationError(

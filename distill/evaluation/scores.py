@@ -24,11 +24,7 @@ def resolved_options(options: TeacherOptions) -> TeacherOptions:
 
 
 def provenance(options: TeacherOptions, tasks: Sequence[Task] = ()) -> dict[str, Any]:
-    """What scores depend on: `dtype`, the `weights`' digest, and digests of the tasks' `files` by name.
-
-    Args:
-        options: of the evaluated model, with a resolved precision.
-    """
+    """What scores depend on: `dtype`, the `weights`' digest, and digests of the tasks' `files` by name."""
     space = resolve(options).space
     return {"dtype": space.dtype, "weights": space.weights, "files": file_digests(tasks)}
 
@@ -74,10 +70,6 @@ def evaluate_run(
 
     Returns:
         What `score` returns.
-
-    Raises:
-        EvaluationError, TeacherError: a file or the student is missing.
-        RunFolderError: `eval.json` is not JSON.
     """
     record = saved_scores(folder, data, names, dtype)
     if record is None:
@@ -95,11 +87,7 @@ def score(
     dtype: str = "auto",
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """The JSON record of an evaluation, with `asked`, how the model encodes, and its `provenance`.
-
-    Raises:
-        EvaluationError, TeacherError: a file or the model is missing.
-    """
+    """The JSON record of an evaluation, with `asked`, how the model encodes, and its `provenance`."""
     lines: list[str] = []
     options = replace(options, dtype=resolved_dtype(dtype))
     report = evaluate_model(options, data, names=names, announce=lines.append, progress=progress)

@@ -16,11 +16,6 @@ def read_task_file(path: Path) -> list[Task]:
     A task has a `kind` of `distill.evaluation.TASKS` or "package.module:Class", the files of its kind (`train` and
     `test`, or `file`) or the `folder` that holds them under their default names, and may have `columns`, the kind's
     columns with the files' names for them, and a `domain`. Paths are relative to the YAML file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a YAML mapping.
-        EvaluationError: no task, an unknown or missing key, or missing files; the message lists all of them.
-        MissingDependency: a kind needs a library that is not installed.
     """
     path = Path(path)
     tasks = [_task(path, str(name), entry) for name, entry in read_yaml(path).items()]

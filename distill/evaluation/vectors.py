@@ -15,13 +15,6 @@ class TaskVectors:
 
     Args:
         encoders: by role; roles that share an encoder share its vectors.
-        inputs: by name of the task.
-
-    Attributes:
-        texts: number of distinct texts.
-
-    Raises:
-        EvaluationError: a role has no encoder, or an encoder returns NaN, infinity or a wrong shape.
     """
 
     def __init__(

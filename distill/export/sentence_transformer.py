@@ -32,7 +32,6 @@ def export(
 
     Args:
         projection: `(d_T, d_s)` weight of a bias-free Dense module, None to leave it out.
-        normalize: add a Normalize module.
         texts: about 50, on which the loaded folder must reproduce the trained student's vectors.
 
     Returns:

@@ -27,11 +27,7 @@ Results = Sequence[tuple[RunRecords, Mapping[str, Any]]]
 
 
 def draw_analysis(name: str, runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[Plot]:
-    """The plots of one analysis for all runs; an analysis that is not in `DRAWN` has none.
-
-    Args:
-        keys: by group of runs.
-    """
+    """The plots of one analysis for all runs; an analysis that is not in `DRAWN` has none."""
     results = [(run, run.analyses[name]["result"]) for run in runs if run.analyses.get(name, {}).get("result")]
     if results and name in DRAWN:
         yield from DRAWN[name](results, keys)

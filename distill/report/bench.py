@@ -34,11 +34,7 @@ Row = Mapping[str, Any]
 
 
 def read_bench(path: Path) -> dict[str, Any]:
-    """The record of a JSON file that `distill bench -o` wrote.
-
-    Raises:
-        RunFolderError: it holds something else, or is missing.
-    """
+    """The record of a JSON file that `distill bench -o` wrote."""
     record = read_record(path.parent, path.name)
     if not isinstance(record, dict) or record.get("kind") != "bench":
         raise RunFolderError(f"{path} holds no measurements; name a file that `distill bench -o FILE.json` wrote")

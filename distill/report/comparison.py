@@ -38,8 +38,6 @@ class Row:
     """One run, or one reference.
 
     Attributes:
-        status: "finished", "failed", "unfinished" or "reference".
-        error: of a failed run, in one line.
         figures: known figures by dotted name, such as `tasks.stsb`, `average.all`, `agreement.after.spearman`,
             `cost.step_seconds_p50`, `student.bytes`.
         sources: what the figures depend on, by keys such as those of `COMMON`.
@@ -127,11 +125,7 @@ class Comparison:
 
 
 def run_folders(paths: Sequence[Path]) -> list[Path]:
-    """The run folders among `paths`, and those directly inside the others.
-
-    Raises:
-        RunFolderError: a path is neither.
-    """
+    """The run folders among `paths`, and those directly inside the others."""
     found: dict[Path, None] = {}
     for path in paths:
         inside = [path] if is_run_folder(path) else sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
@@ -148,9 +142,6 @@ def read_row(folder: Path, name: str | None = None, config: RunConfig | None = N
 
     Args:
         config: of a run that may have failed before it wrote its own.
-
-    Raises:
-        RunFolderError, ConfigError: a record is not JSON, or the configuration cannot be read.
     """
     record = read_record(folder) or {}
     finished = is_finished(folder)
@@ -190,7 +181,6 @@ def compare_runs(
     Raises:
         RunFolderError: a path that holds no run.
         ConfigError: a model must be scored, and `data` is None.
-        EvaluationError, TeacherError: a file or a model is missing.
     """
     folders = run_folders(paths)
     names = unique_names([folder.resolve().name for folder in folders], list(map(str, folders)))
@@ -237,11 +227,7 @@ def unique_names(names: Sequence[str], *longer: Sequence[str]) -> list[str]:
 
 
 def _reference_row(name: str, reference: Reference, files: set[str]) -> Row:
-    """The row of a reference.
-
-    Args:
-        files: task files of the runs; further files of the reference's scores are not compared.
-    """
+    """The row of a reference."""
     scores = dict(reference.scores)
     if files and "files" in scores:
         common = {file: digest for file, digest in scores.pop("files").items() if file in files}

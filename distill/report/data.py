@@ -40,14 +40,12 @@ class RunRecords:
     """The records in a run folder.
 
     Attributes:
-        group: name of its group in the comparison.
         record: `run.json`; empty if the run has not written it yet.
         settings: non-default values of the configuration by dotted key.
         metrics: lines of `metrics.jsonl`, without those of a validation.
         validation: lines of a validation: `step`, `epoch`, `validation` (`average` and scores by task), `seconds`.
         scores: `eval.json`; empty if the student was not scored.
         further: other scores by file name: `eval-*.json`, written by `distill eval -o`.
-        analyses: by name, `analyses/NAME.json`.
         disk: bytes of the teacher cache and of its space, if it still exists.
     """
 
@@ -83,12 +81,10 @@ class ReportData:
     """The contents of `report.json` and of the page.
 
     Attributes:
-        comparison: all runs and references in groups.
         tasks: name -> metric and domain, of every task with a score.
         shares: group -> figure -> percent of the teacher's score; empty without a teacher; averages only if they are
             over the same tasks as the teacher's.
         references: group -> "teacher", "before training" or "model".
-        bench: the record of `distill bench`, or empty.
     """
 
     comparison: Comparison
@@ -133,11 +129,6 @@ def report_data(
     Args:
         data: folder of the tasks' files; what was not scored on them is, and runs save their scores.
         baseline, teacher: see `compare_runs`; figures have their share of the teacher's.
-
-    Raises:
-        RunFolderError: a path is not a run, a folder of runs, a model or a file of scores.
-        ConfigError: a model must be scored, and `data` is None.
-        EvaluationError, TeacherError: a file or a model is missing.
     """
     comparison = compare_runs(
         [Path(path) for path in paths if _holds_runs(Path(path))],

@@ -52,7 +52,6 @@ class Panel:
     Attributes:
         title: what is drawn, with its unit.
         description: the figures as text, for screen readers.
-        draw: draws onto matplotlib axes.
     """
 
     title: str
@@ -129,14 +128,7 @@ def name_rows(axes: Any, names: Sequence[str]) -> None:
 
 
 def svg(panel: Panel, name: str) -> str:
-    """The panel as an `<svg>` element with the page's colors and no fixed size.
-
-    Args:
-        name: unique in the page.
-
-    Raises:
-        MissingDependency: matplotlib is absent.
-    """
+    """The panel as an `<svg>` element with the page's colors and no fixed size."""
     with _style() as figure_of:
         figure = figure_of(WIDTH, panel.height)
         panel.draw(figure.subplots())
@@ -161,11 +153,7 @@ def svg(panel: Panel, name: str) -> str:
 
 
 def png(plot: Plot, path: Path) -> None:
-    """Write all panels and the legend, on white.
-
-    Raises:
-        MissingDependency: matplotlib is absent.
-    """
+    """Write all panels and the legend, on white."""
     from matplotlib.lines import Line2D
 
     columns = min(PNG_COLUMNS, len(plot.panels))

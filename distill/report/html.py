@@ -50,10 +50,6 @@ def write_report(data: ReportData, output: Path) -> list[Path]:
 
     Returns:
         The files, the HTML first.
-
-    Raises:
-        ConfigError: see `check_page`.
-        MissingDependency: matplotlib or Jinja is absent.
     """
     check_page(output)
     drawn = plots(data)
@@ -98,11 +94,7 @@ def check_page(output: Path) -> None:
 
 
 def html(data: ReportData, drawn: Mapping[str, Sequence[Plot]]) -> str:
-    """The page.
-
-    Raises:
-        MissingDependency: matplotlib or Jinja is absent.
-    """
+    """The page."""
     with optional_import("a report"):
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup

@@ -20,15 +20,7 @@ TEACHER, BASELINE, MODEL = "teacher", "before training", "model"
 
 @dataclass(frozen=True)
 class Reference:
-    """A model that is not a run, with its scores.
-
-    Attributes:
-        role: `TEACHER`, `BASELINE` or `MODEL`.
-        model: its name, when it was scored.
-        source: its folder, or the file of its scores.
-        size: see `model_size`.
-        warnings: why the scores should not be compared with those of the runs.
-    """
+    """A model that is not a run, with its scores."""
 
     role: str
     model: str
@@ -46,17 +38,7 @@ def load_references(
     dtype: str,
     progress: Progress,
 ) -> list[Reference]:
-    """Read or compute the scores of models; those of saved scores come first.
-
-    Args:
-        models: pairs of a role and a model, or the JSON file of its scores that `distill eval -o` wrote.
-        folders: the runs to compare with: a baseline is scored like their student, a teacher like theirs.
-
-    Raises:
-        ConfigError: a model must be scored, and `data` is None.
-        RunFolderError: a file holds no scores.
-        EvaluationError, TeacherError: a file or a model is missing.
-    """
+    """Read or compute the scores of models; those of saved scores come first."""
     # Scored models before the baseline and the teacher.
     ordered = sorted(models, key=lambda one: (not _is_file(one[1]), not _is_file(one[1]) and one[0] != MODEL))
     for _, model in ordered:
@@ -128,11 +110,7 @@ def _teacher_options(model: str, folders: Sequence[Path]) -> tuple[TeacherOption
 
 
 def model_size(folder: Path) -> dict[str, float]:
-    """`bytes` of a model's weights on disk and, if they are safetensors, `parameters`.
-
-    Raises:
-        TeacherError: the folder holds no model.
-    """
+    """`bytes` of a model's weights on disk and, if they are safetensors, `parameters`."""
     from safetensors import safe_open
 
     files = [path for part in ModelFolder.open(folder).parts for path in weight_files(part)]
