@@ -18,6 +18,7 @@ same side's score with all dimensions in float32; LEAF claims that the curves of
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -122,13 +123,8 @@ class Compression(Analysis):
         roles = dict.fromkeys((TEXT, QUERY, DOCUMENT), encoder)
         inputs = {task.name: [*task.queries, *task.documents] for task in compared}
         vectors = TaskVectors(roles, inputs, self.progress)
-        return [
-            [
-                vectors.of_task(task.name)([text for text, _ in side], side[0].role)
-                for side in (task.queries, task.documents)
-            ]
-            for task in compared
-        ]
+        sides = [(vectors.of_task(task.name), (task.queries, task.documents)) for task in compared]
+        return [[of_task([text for text, _ in side], side[0].role) for side in pair] for of_task, pair in sides]
 
 
 @dataclass(frozen=True)
@@ -144,9 +140,9 @@ class Compared:
 
 def _compared(task: Task) -> Compared:
     if isinstance(task, PairTask):
-        pairs = task.pairs
-        first, second = [Input(pair.first) for pair in pairs], [Input(pair.second) for pair in pairs]
-        return Compared(task.name, task.metric, first, second, lambda a, b: task.rate(_row_products(a, b))[task.metric])
+        sides = [Input(pair.first) for pair in task.pairs], [Input(pair.second) for pair in task.pairs]
+        products = partial(np.einsum, "ij,ij->i", dtype=np.float64)
+        return Compared(task.name, task.metric, *sides, lambda a, b: task.rate(products(a, b))[task.metric])
     if not isinstance(task, Retrieval):
         raise EvaluationError(
             f"task {task.name!r} does not compare vectors; compression is measured on pairs, STS and retrieval"
@@ -161,18 +157,8 @@ def _compared(task: Task) -> Compared:
 
         return task.score(vectors)[task.metric]
 
-    return Compared(
-        task.name,
-        task.metric,
-        [Input(text, QUERY) for text in queries],
-        [Input(text, DOCUMENT) for text in documents],
-        score,
-    )
-
-
-def _row_products(first: Floats, second: Floats) -> npt.NDArray[np.float64]:
-    products: npt.NDArray[np.float64] = np.einsum("ij,ij->i", first, second, dtype=np.float64)
-    return products
+    inputs = [Input(text, QUERY) for text in queries], [Input(text, DOCUMENT) for text in documents]
+    return Compared(task.name, task.metric, *inputs, score)
 
 
 def _shares(curves: Sequence[Mapping[str, Any]]) -> str:

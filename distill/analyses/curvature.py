@@ -64,7 +64,6 @@ class Curvature(Analysis):
         **options: Any,
     ) -> None:
         """
-
         Args:
             checkpoints: at most this many, evenly spread and with the newest; None is all.
             texts: training records of the loss; time and memory are proportional.
@@ -170,12 +169,7 @@ class Curvature(Analysis):
         return {"parameters": hessian.size, "power": asdict(power), "lanczos": asdict(other)}
 
     def _rise(
-        self,
-        model: Distillation,
-        loss: Callable[[Inputs], Tensor],
-        batches: Sequence[Inputs],
-        scaling: str,
-        rho: float,
+        self, model: Distillation, loss: Callable[[Inputs], Tensor], batches: Sequence[Inputs], scaling: str, rho: float
     ) -> dict[str, float]:
         """Rise of the loss at the worst point near the student's parameters."""
         ascent = SharpnessAware(model.student.named_parameters(), scaling=scaling, rho=rho)

@@ -73,9 +73,8 @@ class Map(Analysis):
             others = self._others(run, rows)
             fitted = len(others)
             fit = f"a rotation fitted to {fitted} other texts"
-            rotation = procrustes(
-                unit_rows(model.student.encode(run.cache.texts(others))), unit_rows(run.space.gather(others))
-            )
+            own = unit_rows(model.student.encode(run.cache.texts(others)))
+            rotation = procrustes(own, unit_rows(run.space.gather(others)))
             student, teacher = rotate(student, rotation), pad(teacher, len(rotation))
         self.progress(f"projecting with {self.method}", 0, 0, "")
         plane = project(np.concatenate([teacher, student]), self.method, self.seed)
@@ -118,11 +117,7 @@ def pad(vectors: Matrix, dims: int) -> Matrix:
 
 
 def procrustes(student: Matrix, teacher: Matrix) -> Matrix:
-    """`(d, d)` orthogonal matrix that rotates the student's vectors onto the teacher's; d is the larger width.
-
-    Args:
-        student: `(n, d_s)`, and `teacher` `(n, d_T)`, of the same texts.
-    """
+    """`(d, d)` orthogonal matrix that rotates `(n, d_s)` vectors onto `(n, d_T)` vectors; d is the larger width."""
     with optional_import("fitting a rotation"):
         from scipy.linalg import orthogonal_procrustes
     dims = max(student.shape[1], teacher.shape[1])
@@ -136,15 +131,12 @@ def rotate(vectors: Matrix, rotation: Matrix) -> Matrix:
 
 
 def distances(student: Matrix, teacher: Matrix) -> dict[str, float]:
-    """Distances between student and teacher vectors in the full space.
+    """Distances between `(n, d)` unit vectors of student and teacher, of the same n >= 4 texts.
 
     Returns:
         "same": mean Euclidean distance between a text's two vectors. "random": between one text's student vector and
         another's teacher vector, mean over all n (n - 1). "nearest": share of texts whose student vector is nearer to
         their own teacher vector than to any other's.
-
-    Args:
-        student: `(n, d)` unit vectors, and `teacher` of the same n >= 4 texts.
     """
     count = len(student)
     if count < FEWEST_TEXTS:

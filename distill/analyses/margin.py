@@ -120,11 +120,7 @@ class Margin(Analysis):
 
 
 def in_teacher_space(model: Distillation) -> ProjectedStudent:
-    """The student with vectors in its teacher's space, projected if necessary.
-
-    Raises:
-        NeedsNotMet: the student has a space of its own.
-    """
+    """The student with vectors in its teacher's space, projected if necessary."""
     projection = model.objective.projection()
     if projection is None and not model.objective.in_teacher_space:
         raise NeedsNotMet(

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -38,10 +37,8 @@ class TrainedRun:
         self.targets = Targets(config, cache)
         self.space = self.targets.space
         self.manifest = cache.corpus(config.corpus)
-        for what, found in (
-            ("space", self.targets.to_json()["fingerprint"]),
-            ("corpus", self.manifest.record.fingerprint),
-        ):
+        fingerprints = {"space": self.targets.to_json()["fingerprint"], "corpus": self.manifest.record.fingerprint}
+        for what, found in fingerprints.items():
             if record[what]["fingerprint"] != found:
                 raise RunFolderError(
                     f"{folder} was trained with the {what} {record[what]['fingerprint']}, but {cache.path} now has "
@@ -85,13 +82,10 @@ class TrainedRun:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the cache."""
         self.cache.close()
 
     def checkpoints(self) -> list[Path]:
@@ -129,11 +123,7 @@ class TrainedRun:
         return self._held_out(self.targets.skipped_rows(objective))
 
     def sample_rows(self, count: int) -> tuple[npt.NDArray[np.int64], bool]:
-        """At most `count` evenly spread rows of held-out texts, or of the corpus if the run held none out.
-
-        Returns:
-            The rows, and whether they are held out.
-        """
+        """At most `count` evenly spread rows of held-out texts, else of the corpus, and whether they are held out."""
         rows = self.without_quarantined(self.held_out_rows())
         held_out = bool(len(rows))
         return evenly_spread(rows if held_out else self.corpus_rows(), count), held_out

@@ -19,11 +19,7 @@ TASKS: dict[str, str] = {
 
 
 def load_task(kind: str) -> "type[Task]":
-    """The class of a kind of task, by its name in `TASKS` or as "package.module:Class".
-
-    Raises:
-        ConfigError: no such kind, module or class, or the class is not a `Task`.
-    """
+    """The class of a kind of task, by its name in `TASKS` or as "package.module:Class"."""
     from distill.evaluation.base import Task
 
     return load_class(kind, TASKS, "kind of task", Task)  # type: ignore[type-abstract]

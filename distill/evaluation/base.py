@@ -167,11 +167,7 @@ class PairTask(Task):
 
     @cached_property
     def pairs(self) -> list[SentencePair]:
-        """The rows of the file.
-
-        Raises:
-            EvaluationError: the file is missing or malformed, or all its numbers are equal.
-        """
+        """The rows of the file."""
         (path,) = self.files()
         parsers: tuple[Callable[[str], Any], ...] = (str, str, self.parse)
         pairs = [SentencePair(*row) for row in self.rows(path, dict(zip(self.columns, parsers, strict=True)))]

@@ -52,9 +52,6 @@ class CachedEncoder:
     Attributes:
         space: the vectors' space; its precision is "auto" until the first missing text resolves it.
         encoded: number of texts that the model encoded so far.
-
-    Raises:
-        CacheError: no such cache or space; a `SpaceMismatch` if the space is of another model.
     """
 
     def __init__(
@@ -115,25 +112,19 @@ class CachedEncoder:
 
     def _cached_space(self, space: EmbeddingSpace) -> EmbeddingSpace | None:
         """The cache's space that equals `space` in all but an open precision; None if there is none."""
-        try:
-            with TeacherCache.open(self.cache) as table:
-                known = table.find_space(space)
-        except CacheNotFound:
-            return None
-        return None if known is None else known.space
+        with suppress(CacheNotFound), TeacherCache.open(self.cache) as table:
+            known = table.find_space(space)
+            return None if known is None else known.space
+        return None
 
     def _missing(self, distinct: Sequence[str]) -> list[str]:
-        try:
-            with TeacherCache.open(self.cache) as table:
-                view = table.find_space(self.space)
-                if view is None:
-                    return list(distinct)
+        with suppress(CacheNotFound), TeacherCache.open(self.cache) as table:
+            if (view := table.find_space(self.space)) is not None:
                 rows = table.lookup(distinct)
                 cached = rows >= 0
                 cached[cached] = view.present(rows[cached])
-        except CacheNotFound:
-            return list(distinct)
-        return [text for text, known in zip(distinct, cached.tolist(), strict=True) if not known]
+                return [text for text, known in zip(distinct, cached.tolist(), strict=True) if not known]
+        return list(distinct)
 
     def _build(self, spec: TeacherSpec, distinct: Sequence[str], progress: Progress) -> int:
         """Encode the texts that have no vector; the temporary corpus is removed from the cache afterwards."""
@@ -206,9 +197,7 @@ def options_by_role(
     document, passage or corpus, or those of its family; if only one of them is named, the other is empty. A model
     without any, or options that name a prompt, use the same prompt for all roles.
     """
-    named: Mapping[str, str] = {}
-    if options.prompt is None and options.prompt_name is None:
-        named = model_prompts(options)
+    named = model_prompts(options) if options.prompt is None and options.prompt_name is None else {}
     own = {
         QUERY: named.get("query", ""),
         DOCUMENT: next((named[name] for name in DOCUMENT_PROMPTS if named.get(name)), ""),
@@ -238,9 +227,6 @@ def resolved_dtype(dtype: str) -> str:
     """`auto` as bfloat16 if this machine multiplies in it, else float32.
 
     A rule and not a measurement: students that are compared must be scored alike, also on a busy machine.
-
-    Raises:
-        ConfigError: none of auto, fp32 and bf16.
     """
     if dtype == "auto":
         return "bfloat16" if resolve_precision("auto") == "bf16" else "float32"

@@ -65,9 +65,6 @@ def nine_tasks(data: Path, names: Sequence[str] | None = None, *, split: str = "
 
     Choose models on `split` "validation". The validation files of banking77 and tweet are part of their training
     files: scores on them say nothing.
-
-    Raises:
-        EvaluationError: an unknown name, or missing files; the message lists all of them.
     """
     data = Path(data)
     tasks = []

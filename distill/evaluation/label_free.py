@@ -39,14 +39,7 @@ class LabelFree(Task):
     columns: ClassVar[tuple[str, ...]] = ("text",)
 
     def __init__(
-        self,
-        name: str,
-        folder: Path,
-        *,
-        domain: str = "apart",
-        sample: int = SAMPLE,
-        seed: int = SEED,
-        **given: Any,
+        self, name: str, folder: Path, *, domain: str = "apart", sample: int = SAMPLE, seed: int = SEED, **given: Any
     ) -> None:
         super().__init__(name, folder, domain=domain, **given)
         self.sample = sample
@@ -144,11 +137,7 @@ def label_free_tasks(corpus: Path, *, text_key: str = "text", sample: int = SAMP
 
 
 def without_approximation(tasks: Sequence[Task], reason: str, announce: Announce) -> list[Task]:
-    """The tasks without optional approximations, for a model that is not in its teacher's space.
-
-    Raises:
-        EvaluationError: an approximation is not optional.
-    """
+    """The tasks without optional approximations, for a model that is not in its teacher's space."""
     kept = []
     for task in tasks:
         if not isinstance(task, Approximation):

@@ -37,9 +37,6 @@ def run_mteb(
     """Scores of MTEB tasks by name: their main metric, averaged over splits and subsets as MTEB does, times 100.
 
     Loading a task's data writes to the cache of the datasets library and may use the network; nothing else does.
-
-    Raises:
-        EvaluationError: an unknown task, data that cannot be loaded, or a task that is not of texts.
     """
     with optional_import("an MTEB task"):
         import mteb

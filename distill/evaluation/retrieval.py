@@ -188,10 +188,9 @@ class Retrieval(Task):
         }
 
     def ranking(self, vectors: Vectors) -> list[list[str]]:
-        """Ids of the 100 nearest documents of each query, nearest first.
+        """Ids of the 100 nearest documents of each query, nearest first; those that are the query itself are skipped.
 
-        A document that is the query itself (same id, and the query's text in the document's) is skipped, as BEIR does
-        for collections whose queries are taken from the documents.
+        As in BEIR, for queries taken from the documents: same id, and the query's text in the document's.
         """
         query_role, document_role = self.roles
         queries = unit_rows(vectors(list(self.collection.queries.values()), query_role))
@@ -214,23 +213,20 @@ class Retrieval(Task):
             ]
             scores = np.concatenate([best for best, _ in merged])
             places = np.concatenate([place for _, place in merged])
-        ranked = zip(self.collection.queries.items(), places.tolist(), strict=True)
-        return [
-            [ids[n] for n in row if not self._is_itself(query, text, ids[n])][:DEPTH] for (query, text), row in ranked
-        ]
-
-    def _is_itself(self, query: str, text: str, document: str) -> bool:
-        """Whether a document is the query; an equal id alone, such as a number, is not enough."""
-        return query == document and text in self.collection.documents[document]
+        ranked = zip(self.collection.queries, places.tolist(), strict=True)
+        # An equal id alone, such as a number, is not enough.
+        itself = {
+            query for query, text in self.collection.queries.items() if text in self.collection.documents.get(query, "")
+        }
+        return [[ids[n] for n in row if ids[n] != query or query not in itself][:DEPTH] for query, row in ranked]
 
 
 def retrieval_tasks(folder: Path, modes: Sequence[str] = ("student",)) -> list[Task]:
     """A task for each mode, over one folder in BEIR's layout: NAME, "NAME (asymmetric)", "NAME (teacher)"."""
     folder = Path(folder)
-    tasks = []
-    collection: Collection | None = None
+    tasks: list[Task] = []
+    name, collection = folder.resolve().name, None
     for mode in dict.fromkeys(modes):
-        name = folder.resolve().name
         task = Retrieval(name if mode == "student" else f"{name} ({mode})", folder, mode=mode, collection=collection)
         collection = task.collection
         tasks.append(task)
@@ -240,7 +236,7 @@ def retrieval_tasks(folder: Path, modes: Sequence[str] = ("student",)) -> list[T
             f"{folder}: missing {', '.join(missing)}; expected BEIR's layout: corpus.jsonl, queries.jsonl, and "
             "qrels.tsv or qrels/test.tsv"
         )
-    return list(tasks)
+    return tasks
 
 
 def dcg(gains: Sequence[int]) -> float:

@@ -75,9 +75,7 @@ def model_encoders(
     """
     by_role = options_by_role(options, query_prompt, document_prompt)
     normalize = options.normalize if options.normalize is not None else False
-    wanted = {
-        role: replace(by_role[role], normalize=normalize) for role in (TEXT, QUERY, DOCUMENT) if role in set(roles)
-    }
+    wanted = {role: replace(by_role[role], normalize=normalize) for role in by_role if role in set(roles)}
     # A cached space decides the precision of a teacher only, not of the evaluated model.
     return _encoders(_resolve_dtypes(wanted), cache, announce)
 
@@ -137,11 +135,7 @@ def require_teacher_space(model: str) -> None:
 
 
 def require_comparable(model: str, own: EmbeddingSpace, teacher: EmbeddingSpace) -> None:
-    """Check that a model's vectors can be compared with the teacher's.
-
-    Raises:
-        EvaluationError: their widths differ, or the model is the student of a run with another teacher.
-    """
+    """Check that a model's vectors can be compared with the teacher's."""
     recorded = recorded_space(run_record(model) or {})
     if recorded is not None and recorded.weights != teacher.weights:
         raise EvaluationError(

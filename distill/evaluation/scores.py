@@ -18,9 +18,7 @@ from teacher_cache.teachers import TeacherOptions, resolve
 
 def resolved_options(options: TeacherOptions) -> TeacherOptions:
     """The options with "auto" precision resolved by `resolved_dtype`; a model without files has its own."""
-    if resolve(options).space.dtype != "auto":
-        return options
-    return replace(options, dtype=resolved_dtype("auto"))
+    return options if resolve(options).space.dtype != "auto" else replace(options, dtype=resolved_dtype("auto"))
 
 
 def provenance(options: TeacherOptions, tasks: Sequence[Task] = ()) -> dict[str, Any]:
@@ -60,17 +58,9 @@ def saved_scores(
 
 
 def evaluate_run(
-    folder: Path,
-    data: Path,
-    names: Sequence[str] | None = None,
-    dtype: str = "auto",
-    progress: Progress = no_progress,
+    folder: Path, data: Path, names: Sequence[str] | None = None, dtype: str = "auto", progress: Progress = no_progress
 ) -> dict[str, Any]:
-    """Score the student of a finished run, unless it has been, and save `eval.json` in its folder.
-
-    Returns:
-        What `score` returns.
-    """
+    """The record of `score` for a finished run's student, read from `eval.json` if it was scored, else saved there."""
     record = saved_scores(folder, data, names, dtype)
     if record is None:
         record = score(TeacherOptions(model=str(folder / FINAL)), data, names, dtype, progress)

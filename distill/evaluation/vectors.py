@@ -18,10 +18,7 @@ class TaskVectors:
     """
 
     def __init__(
-        self,
-        encoders: Mapping[str, Encoder],
-        inputs: Mapping[str, Sequence[Input]],
-        progress: Progress = no_progress,
+        self, encoders: Mapping[str, Encoder], inputs: Mapping[str, Sequence[Input]], progress: Progress = no_progress
     ) -> None:
         # By identity of the encoder: the row of each of its texts.
         by_id = {id(encoder): encoder for encoder in encoders.values()}

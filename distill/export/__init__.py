@@ -9,17 +9,11 @@ from teacher_cache.errors import optional_import
 
 # Name -> "module:function"; the function takes (student, projection, normalize, folder, texts), writes `folder` and
 # returns the smallest cosine between its vectors and the trained student's on `texts`.
-EXPORTS: dict[str, str] = {
-    "sentence_transformer": "distill.export.sentence_transformer:export",
-}
+EXPORTS: dict[str, str] = {"sentence_transformer": "distill.export.sentence_transformer:export"}
 
 
 def load_export(name: str) -> Callable[..., float]:
-    """The export function of a name in `EXPORTS`, or "package.module:function".
-
-    Raises:
-        ConfigError: no such format.
-    """
+    """The export function of a name in `EXPORTS`, or "package.module:function"."""
     module, colon, attribute = EXPORTS.get(name, name).partition(":")
     if not colon:
         raise ConfigError(f"export.format is {name!r}; known: {', '.join(EXPORTS)}, or package.module:function")

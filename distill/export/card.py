@@ -5,12 +5,7 @@ from typing import Any
 
 
 def model_card(record: Mapping[str, Any]) -> str:
-    """README.md of a `final/` folder, from the record in `run.json`.
-
-    Args:
-        record: `student`, `space`, `corpus`, `objective`, `sharpness`, `training`, `export`, `agreement`, `validation`,
-            `exported`, `versions`, as `distill.runs.run` writes them.
-    """
+    """README.md of a `final/` folder, from the record in `run.json`."""
     space, corpus, student = record["space"], record["corpus"], record["student"]
     vectors = (
         f"The vectors ({space['dims']} dimensions) are in the teacher's space `{space['slug']}`: they can be compared "

@@ -38,11 +38,7 @@ def _compression(results: Results, keys: Mapping[str, Key]) -> Iterator[Plot]:
     used: dict[str, None] = {}
     for run, result in results:
         for task in result["tasks"]:
-            curves = [
-                (side, precision, points)
-                for side, by_precision in task["curves"].items()
-                for precision, points in by_precision.items()
-            ]
+            curves = [(side, *of_precision) for side, curve in task["curves"].items() for of_precision in curve.items()]
             used |= dict.fromkeys(name for side, precision, _ in curves for name in (side, precision))
             description = "; ".join(
                 f"{side} {precision}: "
@@ -117,9 +113,8 @@ def _draw_margin(chosen: Results, keys: Mapping[str, Key], axes: Any) -> None:
         for fitted in (True, False):
             points = [point for point in result["points"] if point["fitted"] is fitted]
             x, y = [point["error"] for point in points], [point["score"] for point in points]
-            axes.plot(
-                x, y, color=key.hex, linestyle="", marker="o", markersize=4.5, fillstyle="full" if fitted else "none"
-            )
+            fill = "full" if fitted else "none"
+            axes.plot(x, y, color=key.hex, linestyle="", marker="o", markersize=4.5, fillstyle=fill)
         if result.get("fit"):
             errors = [point["error"] for point in result["points"]]
             if margin is not None and margin > 0:
@@ -136,13 +131,8 @@ def _layers(results: Results, keys: Mapping[str, Key]) -> Iterator[Plot]:
     """Similarity to the teacher and drift of all runs, and the matrices of each run."""
     names = [str(name) for name in max((result["layers"] for _, result in results), key=len)]
     after = [(run.name, keys[run.group], result) for run, result in results]
-    similarity = [
-        *(
-            (f"{name} before", replace(key, dash=BEFORE.dash), result["before"]["to_teacher"])
-            for name, key, result in after
-        ),
-        *((f"{name} after", key, result["after"]["to_teacher"]) for name, key, result in after),
-    ]
+    similarity = [(f"{n} before", replace(key, dash=BEFORE.dash), r["before"]["to_teacher"]) for n, key, r in after]
+    similarity += [(f"{n} after", key, r["after"]["to_teacher"]) for n, key, r in after]
     panels = [
         _layer_panel("similarity to the teacher (CKA, no unit)", names, similarity),
         _layer_panel("drift: 1 - cosine with before training", names, [(n, key, r["drift"]) for n, key, r in after]),
@@ -171,9 +161,8 @@ def _layer_panel(title: str, names: Sequence[str], lines: Sequence[tuple[str, Ke
         f"{label}: " + ", ".join(f"{name} {value:.3f}" for name, value in zip(names, values, strict=False))
         for label, _, values in lines
     )
-    return Panel(
-        title, f"By layer: {description}.", partial(_draw_layers, names, [(key, values) for _, key, values in lines])
-    )
+    draw = partial(_draw_layers, names, [(key, values) for _, key, values in lines])
+    return Panel(title, f"By layer: {description}.", draw)
 
 
 def _draw_matrix(names: Sequence[str], matrix: Sequence[Sequence[float]], axes: Any) -> None:
@@ -218,11 +207,8 @@ def _map(results: Results, keys: Mapping[str, Key]) -> Iterator[Plot]:
         points, method = result["points"], METHODS.get(result["method"], result["method"])
         texts = len({point["text"] for point in points})
         description = f"The teacher's and the student's vectors of {texts} texts, projected onto a plane by {method}."
-        panels.append(
-            Panel(
-                f"{run.name}: {texts} texts by {method} (no unit)", description, partial(_draw_map, points), MAP_HEIGHT
-            )
-        )
+        title = f"{run.name}: {texts} texts by {method} (no unit)"
+        panels.append(Panel(title, description, partial(_draw_map, points), MAP_HEIGHT))
     yield Plot("map", "Teacher and student on one plane", panels, list(POINTS.values()))
 
 
@@ -232,21 +218,12 @@ def _draw_map(points: Sequence[Mapping[str, Any]], axes: Any) -> None:
     pairs: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         pairs.setdefault(point["text"], []).append((point["x"], point["y"]))
-    axes.add_collection(
-        LineCollection([pair for pair in pairs.values() if len(pair) == PAIR], colors=INK, linewidths=0.4, alpha=0.4)
-    )
+    lines = [pair for pair in pairs.values() if len(pair) == PAIR]
+    axes.add_collection(LineCollection(lines, colors=INK, linewidths=0.4, alpha=0.4))
     for side, key in POINTS.items():
-        chosen = [point for point in points if point["of"] == side]
-        axes.plot(
-            [point["x"] for point in chosen],
-            [point["y"] for point in chosen],
-            linestyle="none",
-            marker="o",
-            markersize=3,
-            markeredgewidth=0.7,
-            fillstyle="none" if key.color is None else "full",
-            color=key.hex,
-        )
+        x, y = zip(*((point["x"], point["y"]) for point in points if point["of"] == side), strict=True)
+        fill = "none" if key.color is None else "full"
+        axes.plot(x, y, color=key.hex, linestyle="", marker="o", markersize=3, markeredgewidth=0.7, fillstyle=fill)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_aspect("equal", adjustable="datalim")

@@ -75,19 +75,16 @@ def part_columns(table: Mapping[str, Any]) -> list[Column]:
 
 
 def _columns(rows: Sequence[Row], cells: Mapping[str, Callable[[Row], str]]) -> list[Column]:
-    measured = {header: partial(_measured, cell) for header, cell in cells.items()}
-    return [Column("method", tuple(row["method"] for row in rows), right=False), *known_columns(rows, measured)]
+    def measured(cell: Callable[[Row], str], row: Row) -> str:
+        return NOTHING if row["failed"] else cell(row)
 
-
-def _measured(cell: Callable[[Row], str], row: Row) -> str:
-    return NOTHING if row["failed"] else cell(row)
+    columns = known_columns(rows, {header: partial(measured, cell) for header, cell in cells.items()})
+    return [Column("method", tuple(row["method"] for row in rows), right=False), *columns]
 
 
 def heading(table: Mapping[str, Any]) -> str:
     """Heading of one set of texts."""
-    if table["lengths"] == CORPUS:
-        return "The corpus's own lengths"
-    return f"{table['lengths']} tokens per text"
+    return "The corpus's own lengths" if table["lengths"] == CORPUS else f"{table['lengths']} tokens per text"
 
 
 def notes(table: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:

@@ -138,11 +138,7 @@ def run_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_row(folder: Path, name: str | None = None, config: RunConfig | None = None, error: str | None = None) -> Row:
-    """The row of a run folder, without figures if the run is not finished.
-
-    Args:
-        config: of a run that may have failed before it wrote its own.
-    """
+    """The row of a run folder, without figures if the run is not finished."""
     record = read_record(folder) or {}
     finished = is_finished(folder)
     scores = (read_record(folder, SCORES) or {}) if finished else {}
@@ -177,10 +173,6 @@ def compare_runs(
         baseline: the student before training, scored like a student of the runs.
         teacher: the runs' teacher, scored with the settings of their space.
         models: further models, scored with their own settings.
-
-    Raises:
-        RunFolderError: a path that holds no run.
-        ConfigError: a model must be scored, and `data` is None.
     """
     folders = run_folders(paths)
     names = unique_names([folder.resolve().name for folder in folders], list(map(str, folders)))
@@ -197,22 +189,16 @@ def compare_runs(
     rows = [read_row(folder, name) for folder, name in zip(folders, names, strict=True)]
     files = {name for row in rows for name in json.loads(row.sources.get("files", "{}"))}
     reference_names = unique_names(
-        *(
-            [f"{one.role}: {name}" for one, name in zip(references, candidates, strict=True)]
-            for candidates in (
-                [Path(one.model).name for one in references],
-                [one.model for one in references],
-                [one.source for one in references],
-            )
-        )
+        [f"{one.role}: {Path(one.model).name}" for one in references],
+        [f"{one.role}: {one.model}" for one in references],
+        [f"{one.role}: {one.source}" for one in references],
     )
-    compared = compare(
-        [*(_reference_row(*pair, files) for pair in zip(reference_names, references, strict=True)), *rows]
-    )
+    named_references = list(zip(reference_names, references, strict=True))
+    compared = compare([*(_reference_row(name, one, files) for name, one in named_references), *rows])
     warnings = [line for reference in references for line in reference.warnings]
     warnings += [
         f"the scores of {name} have no precision; score it again with `distill eval -o`"
-        for name, one in zip(reference_names, references, strict=True)
+        for name, one in named_references
         if "dtype" not in one.scores
     ]
     return replace(compared, warnings=(*compared.warnings, *warnings))
@@ -264,11 +250,8 @@ def compare(rows: Sequence[Row]) -> Comparison:
         {key: one[key][1] if key in one else mine for key, mine in common.items()} if config else {}
         for config, one in zip(configs, differences, strict=True)
     ]
-    named = [
-        Group(name, tuple(group), chosen)
-        for name, group, chosen in zip(_group_names(groups), groups, settings, strict=True)
-    ]
-    return Comparison(tuple(named), tuple(common), tuple(_warnings([row for group in groups for row in group])))
+    named = tuple(map(Group, _group_names(groups), map(tuple, groups), settings))
+    return Comparison(named, tuple(common), tuple(_warnings([row for group in groups for row in group])))
 
 
 def _figures(folder: Path, record: Mapping[str, Any], scores: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -325,19 +308,14 @@ def _same_sources(one: Row, other: Row) -> bool:
 
 def _group_names(groups: Sequence[Sequence[Row]]) -> list[str]:
     """The common prefix of the names in a group, without the seed; the first run's name if that is not unique."""
-    names = [
-        group[0].name if len(group) == 1 else _common_prefix([Path(row.name).name for row in group]) for group in groups
-    ]
-    return [
-        name or group[0].name
-        for name, group in zip(unique_names(names, [group[0].name for group in groups]), groups, strict=True)
-    ]
-
-
-def _common_prefix(names: Sequence[str]) -> str:
-    """The common prefix, without a trailing seed and punctuation."""
-    prefix = os.path.commonprefix(list(names))  # noqa: RUF071 - of characters, not of path components
-    return re.sub(r"(?:[-_.]+(?:seed|s)[-_.=]*\d*|[-_.=]+)$", "", prefix)
+    names, first_names = [], [group[0].name for group in groups]
+    for group in groups:
+        # Of characters, not of path components.
+        prefix = os.path.commonprefix([Path(row.name).name for row in group])  # noqa: RUF071
+        names.append(
+            re.sub(r"(?:[-_.]+(?:seed|s)[-_.=]*\d*|[-_.=]+)$", "", prefix) if len(group) > 1 else group[0].name
+        )
+    return [name or first for name, first in zip(unique_names(names, first_names), first_names, strict=True)]
 
 
 def _warnings(rows: Sequence[Row]) -> Iterator[str]:
@@ -347,12 +325,8 @@ def _warnings(rows: Sequence[Row]) -> Iterator[str]:
             if key in row.sources:
                 by_value.setdefault(row.sources[key], []).append(row.name)
         if len(by_value) > 1:
-            parts = [
-                f"{'' if key == 'files' else f'{value}: '}{_first_names(names)}" for value, names in by_value.items()
-            ]
+            parts = []
+            for value, names in by_value.items():
+                more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+                parts.append(f"{'' if key == 'files' else f'{value}: '}{', '.join(names[:MOST_NAMES])}{more}")
             yield f"the runs {warning}: {'; '.join(parts)}"
-
-
-def _first_names(names: Sequence[str]) -> str:
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

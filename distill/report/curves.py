@@ -32,11 +32,8 @@ def curves(runs: Sequence[RunRecords], keys: Mapping[str, Key]) -> Iterator[Plot
     names = [name for name in logged if name not in PROGRESS]
     sharp = [name for name in names if name in SHARPNESS or name.startswith(SHARE)]
     terms = [name for name in names if name not in (*OPTIMIZATION, *sharp, "loss")]
-    titles = (
-        OPTIMIZATION
-        | SHARPNESS
-        | {name: f"{name} of the perturbation (0 to 1)" for name in sharp if name.startswith(SHARE)}
-    )
+    shares = {name: f"{name} of the perturbation (0 to 1)" for name in sharp if name.startswith(SHARE)}
+    titles = OPTIMIZATION | SHARPNESS | shares
     for name, title, chosen in (
         ("losses", "Loss and its terms", [name for name in ("loss", *terms) if name in names]),
         ("optimization", "Learning rate and gradient", [name for name in OPTIMIZATION if name in names]),

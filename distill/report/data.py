@@ -224,10 +224,7 @@ def _disk(record: Mapping[str, Any]) -> dict[str, int]:
         return {}
     space = record.get("space", {})
     slugs = [part["slug"] for part in space.get("spaces", ())] or [space.get("slug", "")]
-    return {
-        "cache": _size(cache),
-        "space": sum(_size(cache / "spaces" / slug) for slug in slugs if slug),
-    }
+    return {"cache": _size(cache), "space": sum(_size(cache / "spaces" / slug) for slug in slugs if slug)}
 
 
 def _size(folder: Path) -> int:

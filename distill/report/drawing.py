@@ -47,12 +47,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes.
-
-    Attributes:
-        title: what is drawn, with its unit.
-        description: the figures as text, for screen readers.
-    """
+    """One pair of axes."""
 
     title: str
     description: str
@@ -78,15 +73,8 @@ def legend_key(place: int, label: str) -> Key:
 
 def line(axes: Any, key: Key, x: Sequence[float], y: Sequence[float], *, faint: bool = False) -> None:
     """A line, with markers if it has few points."""
-    axes.plot(
-        x,
-        y,
-        color=key.hex,
-        linestyle=key.dash,
-        marker=key.marker or "o" if len(x) <= 12 else "",
-        markersize=3.5,
-        alpha=0.45 if faint else 1.0,
-    )
+    marker, alpha = key.marker or "o" if len(x) <= 12 else "", 0.45 if faint else 1.0
+    axes.plot(x, y, color=key.hex, linestyle=key.dash, marker=marker, markersize=3.5, alpha=alpha)
 
 
 def level(axes: Any, key: Key, y: float) -> None:
@@ -173,13 +161,8 @@ def png(plot: Plot, path: Path) -> None:
             handles = [
                 Line2D([], [], color=key.hex, linestyle=key.dash or "none", marker=key.marker) for key in plot.keys
             ]
-            figure.legend(
-                handles,
-                [key.label for key in plot.keys],
-                loc="outside upper left",
-                ncols=min(columns * 2, len(plot.keys)),
-                frameon=False,
-            )
+            labels, wide = [key.label for key in plot.keys], min(columns * 2, len(plot.keys))
+            figure.legend(handles, labels, loc="outside upper left", ncols=wide, frameon=False)
         figure.savefig(path, format="png", dpi=PNG_DPI, metadata={"Software": None})
 
 

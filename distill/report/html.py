@@ -10,7 +10,7 @@ from distill.report import sections
 from distill.report.bench import bench_tables
 from distill.report.columns import notes
 from distill.report.data import FURTHER, ReportData, RunRecords
-from distill.report.drawing import Key, Plot, png, svg
+from distill.report.drawing import Plot, png, svg
 from distill.report.plots import plots
 from distill.run_folder import RECORD, SCORES, is_run_folder, read_record
 from teacher_cache.errors import optional_import
@@ -46,10 +46,7 @@ ANALYSES = {
 def write_report(data: ReportData, output: Path) -> list[Path]:
     """Write `output`, its data as `NAME.json`, and the plots in `NAME_files/`; equal data give equal bytes.
 
-    Plots of an earlier report that this one does not have are removed.
-
-    Returns:
-        The files, the HTML first.
+    Plots of an earlier report that this one does not have are removed. Returns the files, the HTML first.
     """
     check_page(output)
     drawn = plots(data)
@@ -72,11 +69,7 @@ def write_report(data: ReportData, output: Path) -> list[Path]:
 
 
 def check_page(output: Path) -> None:
-    """Check the name of the page before anything is read or scored.
-
-    Raises:
-        ConfigError: it does not end in .html, or its JSON would replace a file that is not a report's.
-    """
+    """Check the name of the page before anything is read or scored."""
     if output.suffix not in (".html", ".htm"):
         raise ConfigError(f"the report {output} is an HTML file: choose a name that ends in .html")
     path = output.with_suffix(".json")
@@ -121,12 +114,8 @@ def html(data: ReportData, drawn: Mapping[str, Sequence[Plot]]) -> str:
         disk=sections.disk(data.runs),
         plots=drawn,
         svg=lambda panel, name: Markup(svg(panel, name)),
-        color=_color,
+        color=lambda key: "currentColor" if key.color is None else f"var(--mark-{key.color})",
     )
-
-
-def _color(key: Key) -> str:
-    return "currentColor" if key.color is None else f"var(--mark-{key.color})"
 
 
 def _title(data: ReportData) -> str:

@@ -46,9 +46,8 @@ def _scores(data: ReportData, keys: Mapping[str, Key]) -> Iterator[Plot]:
         for key, scores in rows
     )
     tasks = list(data.tasks)
-    panel = Panel(
-        "score of each task (points of 100)", description, partial(_draw_scores, tasks, rows), rows_height(len(tasks))
-    )
+    draw = partial(_draw_scores, tasks, rows)
+    panel = Panel("score of each task (points of 100)", description, draw, rows_height(len(tasks)))
     yield Plot("scores", "Scores by task", [panel], [key for key, _ in rows])
 
 

@@ -104,9 +104,8 @@ def _facts(run: RunRecords) -> dict[str, str]:
     facts["seed"] = setting(run.seed)
     if record:
         processes = record.get("processes", 1)
-        facts["precision"] = f"{record.get('precision', NOTHING)}" + (
-            f", {processes} processes" if processes != 1 else ""
-        )
+        several = f", {processes} processes" if processes != 1 else ""
+        facts["precision"] = f"{record.get('precision', NOTHING)}{several}"
         facts["versions"] = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
     validation = record.get("validation") or {}
     if validation.get("points"):
@@ -132,17 +131,12 @@ def side_by_side(data: ReportData) -> Table | None:
     """The comparison without settings and single tasks, which are in other tables."""
     if len(data.comparison.rows) < 2:
         return None
-    rows = [
-        replace(
-            group,
-            rows=tuple(
-                replace(row, figures={name: v for name, v in row.figures.items() if not name.startswith("tasks.")})
-                for row in group.rows
-            ),
-        )
-        for group in data.comparison.groups
-    ]
-    columns = comparison_columns(Comparison(tuple(rows), (), ()))
+    groups = []
+    for group in data.comparison.groups:
+        figures = [{k: v for k, v in row.figures.items() if not k.startswith("tasks.")} for row in group.rows]
+        rows = [replace(row, figures=kept) for row, kept in zip(group.rows, figures, strict=True)]
+        groups.append(replace(group, rows=tuple(rows)))
+    columns = comparison_columns(Comparison(tuple(groups), (), ()))
     return Table.of_columns("the runs side by side", columns) if len(columns) > 1 else None
 
 
@@ -184,9 +178,7 @@ def _average_row(data: ReportData, groups: Sequence[Group], name: str, label: st
 
 
 def _count(tasks: Sequence[str] | None) -> str:
-    if tasks is None:
-        return "not the same tasks in each run"
-    return format_count(len(tasks), "task")
+    return "not the same tasks in each run" if tasks is None else format_count(len(tasks), "task")
 
 
 def _score_cells(data: ReportData, groups: Sequence[Group], figure: str) -> Iterator[Cell]:
@@ -247,10 +239,8 @@ def cost_table(data: ReportData) -> Table | None:
         "parameters": ("student.parameters", millions),
         "device": ("device", str),
     }
-    columns = known_columns(
-        list(costs.values()),
-        {header: partial(_optional_figure, name, write) for header, (name, write) in cells.items()},
-    )
+    write = {header: partial(_optional_figure, name, write) for header, (name, write) in cells.items()}
+    columns = known_columns(list(costs.values()), write)
     columns = [replace(column, right=column.header != "device") for column in columns]
     return Table.of_columns("what the runs cost", [Column("run", tuple(costs)), *columns])
 
