@@ -1,7 +1,6 @@
 """Comparison of a model with its teacher on texts without labels: agreement and approximation."""
 
 import heapq
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -59,10 +58,6 @@ class LabelFree(Task):
 
     def inputs(self) -> list[Input]:
         return [Input(text, role) for role in (TEXT, TEACHER) for text in self.texts()]
-
-    @abstractmethod
-    def score(self, vectors: Vectors) -> dict[str, float]:
-        """As `Task.score`; the vectors of role TEACHER are of the same texts."""
 
 
 class Agreement(LabelFree):

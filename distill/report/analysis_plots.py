@@ -8,7 +8,7 @@ from typing import Any
 
 from distill.report.curves import step_panel
 from distill.report.data import RunRecords
-from distill.report.drawing import HEIGHT, INK, Key, Panel, Plot, level, line, number_axes
+from distill.report.drawing import HEIGHT, INK, Key, Panel, Plot, line, number_axes
 from distill.report.formats import number
 
 PRECISIONS = ("float32", "int8", "binary")
@@ -123,7 +123,7 @@ def _draw_margin(chosen: Results, keys: Mapping[str, Key], axes: Any) -> None:
             fit = [result["fit"]["intercept"] + result["fit"]["slope"] * end for end in ends]
             axes.plot(ends, fit, color=key.hex, linewidth=1.1)
     for score in sorted({result["teacher_score"] for _, result in chosen}):
-        level(axes, TEACHER, score)
+        axes.axhline(score, color=TEACHER.hex, linestyle=TEACHER.dash, linewidth=1.1)
     number_axes(axes, "approximation error (distance of unit vectors)")
 
 

@@ -111,22 +111,19 @@ def markdown(columns: Sequence[Column], notes: Sequence[str] = ()) -> str:
 
 def short_keys(keys: Sequence[str]) -> list[str]:
     """The shortest unique suffixes of dotted keys: `objective.name`, `seed`."""
-    return [next((short for short in _endings(key) if _only(short, keys)), key) for key in keys]
+    found = []
+    for key in keys:
+        words = key.split(".")
+        # "name" and "model" are unclear without the section.
+        least = 2 if words[-1] in ("name", "model") and len(words) > 1 else 1
+        endings = [".".join(words[-count:]) for count in range(least, len(words) + 1)]
+        unique = (short for short in endings if sum(f".{other}".endswith(f".{short}") for other in keys) == 1)
+        found.append(next(unique, key))
+    return found
 
 
 def _width(columns: Sequence[Column]) -> int:
     return sum(column.width + BETWEEN for column in columns) + 1
-
-
-def _endings(key: str) -> Iterator[str]:
-    words = key.split(".")
-    # "name" and "model" are unclear without the section.
-    for count in range(2 if words[-1] in ("name", "model") and len(words) > 1 else 1, len(words) + 1):
-        yield ".".join(words[-count:])
-
-
-def _only(short: str, keys: Sequence[str]) -> bool:
-    return sum(key == short or key.endswith(f".{short}") for key in keys) == 1
 
 
 def _figures(known: set[str]) -> Iterator[tuple[str, str, str]]:

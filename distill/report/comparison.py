@@ -233,7 +233,7 @@ def compare(rows: Sequence[Row]) -> Comparison:
     groups: list[list[Row]] = []
     for row in rows:
         for group in groups:
-            if all(_differ_in_seed(row, other) and _same_sources(row, other) for other in group):
+            if all(_differ_in_seed(row, other) for other in group):
                 group.append(row)
                 break
         else:
@@ -294,16 +294,12 @@ def _labeled(part: Mapping[str, Any], label: str) -> str:
 
 
 def _differ_in_seed(one: Row, other: Row) -> bool:
-    """Whether two runs differ only in their seed; equal seeds are not a sample."""
+    """Whether two runs differ only in their seed, in settings and recorded sources; equal seeds are not a sample."""
     if one.config is None or other.config is None:
         return False
-    return one.config.difference(other.config).keys() - set(PATHS) == {SEED}
-
-
-def _same_sources(one: Row, other: Row) -> bool:
-    """Whether the sources that both runs have recorded are equal."""
     shared = [key for key in SHARED_BY_SEEDS if key in one.sources and key in other.sources]
-    return all(one.sources[key] == other.sources[key] for key in shared)
+    same_sources = all(one.sources[key] == other.sources[key] for key in shared)
+    return same_sources and one.config.difference(other.config).keys() - set(PATHS) == {SEED}
 
 
 def _group_names(groups: Sequence[Sequence[Row]]) -> list[str]:

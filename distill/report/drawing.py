@@ -77,11 +77,6 @@ def line(axes: Any, key: Key, x: Sequence[float], y: Sequence[float], *, faint: 
     axes.plot(x, y, color=key.hex, linestyle=key.dash, marker=marker, markersize=3.5, alpha=alpha)
 
 
-def level(axes: Any, key: Key, y: float) -> None:
-    """A horizontal line, such as a reference's score."""
-    axes.axhline(y, color=key.hex, linestyle=key.dash, linewidth=1.1)
-
-
 def needs_log_scale(values: Sequence[float]) -> bool:
     return min(values, default=0) > 0 and max(values) > LOGARITHMIC * min(values)
 

@@ -96,8 +96,9 @@ def html(data: ReportData, drawn: Mapping[str, Sequence[Plot]]) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters["dash"] = {"-": "none", "--": "6 3", ":": "1.5 2.5", "-.": "6 2 1.5 2"}.get
     template = environment.from_string(resources.files("distill.report").joinpath(TEMPLATE).read_text(encoding="utf-8"))
+    names = [run.name for run in data.runs] or list(data.references) or ["step costs"]
     return template.render(
-        title=_title(data),
+        title=", ".join(names) if len(names) <= 4 else f"{len(names)} runs",
         data=data,
         notes=notes(data.comparison),
         shared=shared,
@@ -116,11 +117,6 @@ def html(data: ReportData, drawn: Mapping[str, Sequence[Plot]]) -> str:
         svg=lambda panel, name: Markup(svg(panel, name)),
         color=lambda key: "currentColor" if key.color is None else f"var(--mark-{key.color})",
     )
-
-
-def _title(data: ReportData) -> str:
-    names = [run.name for run in data.runs] or list(data.references) or ["step costs"]
-    return ", ".join(names) if len(names) <= 4 else f"{len(names)} runs"
 
 
 def _conclusions(name: str, runs: Sequence[RunRecords]) -> list[tuple[str, str]]:

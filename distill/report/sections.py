@@ -239,8 +239,8 @@ def cost_table(data: ReportData) -> Table | None:
         "parameters": ("student.parameters", millions),
         "device": ("device", str),
     }
-    write = {header: partial(_optional_figure, name, write) for header, (name, write) in cells.items()}
-    columns = known_columns(list(costs.values()), write)
+    writers = {header: partial(_optional_figure, name, write) for header, (name, write) in cells.items()}
+    columns = known_columns(list(costs.values()), writers)
     columns = [replace(column, right=column.header != "device") for column in columns]
     return Table.of_columns("what the runs cost", [Column("run", tuple(costs)), *columns])
 
