@@ -110,13 +110,14 @@ def evaluate(
     if isinstance(model, str | Path):
         model = TeacherOptions(model=str(model), dtype="float32")
     if not isinstance(model, TeacherOptions) and (isinstance(model, type) or not hasattr(model, "encode")):
+        found = type(model).__name__
         raise TypeError(
-            f"`model` is {model!r}; expected a folder, a hub id, TeacherOptions, or an object with `encode`"
+            f"`model` is a {found}; expected a folder, a hub id, TeacherOptions, or an object with `encode`"
         )
     listed = [*(tasks or ()), *(names or ())]
     for task in listed:
         if not isinstance(task, str | Task):
-            raise TypeError(f"`tasks` has {task!r}; expected Task objects and names of the nine tasks")
+            raise TypeError(f"`tasks` has a {type(task).__name__}; expected Task objects and names of the nine tasks")
     named = None if tasks is None and names is None else [task for task in listed if isinstance(task, str)]
     nine: list[Task] = []
     if named is None or named:

@@ -451,11 +451,12 @@ def test_evaluate_scores_another_split_of_the_nine_tasks(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"model": 3}, TypeError, "`model` is 3; expected a folder"),
-        ({"model": CountingEncoder}, TypeError, "`model` is <class"),
+        ({"model": 3}, TypeError, "`model` is a int; expected a folder"),
+        ({"model": LogisticRegression()}, TypeError, "`model` is a LogisticRegression; expected"),
+        ({"model": CountingEncoder}, TypeError, "`model` is a type; expected"),
         ({"tasks": "stsb"}, TypeError, "must be lists"),
         ({"names": "stsb"}, TypeError, "must be lists"),
-        ({"tasks": [3]}, TypeError, "`tasks` has 3; expected Task objects"),
+        ({"tasks": [3]}, TypeError, "`tasks` has a int; expected Task objects"),
         ({}, EvaluationError, "`data` is missing"),
         ({"tasks": ["stsb"]}, EvaluationError, "`data` is missing"),
         ({"tasks": []}, EvaluationError, "nothing to evaluate"),
