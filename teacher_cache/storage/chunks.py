@@ -6,7 +6,6 @@ shard shows damage (`tcache verify --deep`).
 """
 
 import struct
-from abc import ABC, abstractmethod
 from hashlib import blake2b
 from typing import Any
 
@@ -23,33 +22,11 @@ Bytes = npt.NDArray[np.uint8]
 BLOBS = "variable_length_bytes"
 
 
-class ChunkCodec(ABC):
-    """Rows of one inner chunk to bytes and back, the same as zarr's codec chain."""
+class NumberCodec:
+    """Rows of `width` numbers, optionally compressed by blosc, optionally with a checksum.
 
-    dtype: np.dtype[Any]
-
-    @abstractmethod
-    def encode(self, rows: Rows) -> bytes: ...
-
-    @abstractmethod
-    def decode(self, data: Bytes, out: Rows) -> None:
-        """Inverse of `encode`, into `out`.
-
-        Raises:
-            RuntimeError, ValueError: the bytes are damaged, or do not hold as many rows as `out`.
-        """
-
-    @abstractmethod
-    def digest(self, rows: Rows) -> bytes:
-        """16 bytes over the values, independent of the compression."""
-
-    @abstractmethod
-    def blank(self, rows: int) -> Rows:
-        """`rows` empty rows: NaN, 0, "" or b""."""
-
-
-class NumberCodec(ChunkCodec):
-    """Rows of `width` numbers, optionally compressed by blosc, optionally with a checksum."""
+    Rows of one inner chunk to bytes and back, the same as zarr's codec chain.
+    """
 
     def __init__(self, dtype: str, width: int, compressor: numcodecs.Blosc | None, *, checksum: bool) -> None:
         self.dtype = np.dtype(dtype)
@@ -68,6 +45,7 @@ class NumberCodec(ChunkCodec):
         return append_checksum(data) if self.checksum else data
 
     def decode(self, data: Bytes, out: Rows) -> None:
+        """Inverse of `encode`, into `out`; RuntimeError or ValueError if not the bytes of `len(out)` rows."""
         body = strip_checksum(data) if self.checksum else data
         if self.compressor is not None:
             # The argument checks of numcodecs' codec object take as long as the decoding.
@@ -78,14 +56,16 @@ class NumberCodec(ChunkCodec):
         out[...] = body.view(self.dtype).reshape(out.shape)
 
     def digest(self, rows: Rows) -> bytes:
+        """16 bytes over the values, independent of the compression."""
         values = np.ascontiguousarray(rows, dtype=self.dtype)
         return blake2b(values.view(np.uint8).data, digest_size=16).digest()
 
     def blank(self, rows: int) -> Rows:
+        """`rows` empty rows: NaN, 0, "" or b""."""
         return np.full((rows, self.width), np.nan if self.dtype.kind == "f" else 0, dtype=self.dtype)
 
 
-class VariableLengthCodec(ChunkCodec):
+class VariableLengthCodec:
     """Rows of variable length, optionally compressed, with a checksum.
 
     Args:
@@ -157,11 +137,7 @@ def append_checksum(data: Any) -> bytes:
 
 
 def strip_checksum(data: Bytes) -> Bytes:
-    """The data without its checksum.
-
-    Raises:
-        ValueError: the checksum does not match.
-    """
+    """The data without its checksum, which is compared."""
     body = data[:-4]
     if len(data) < 4 or crc32c(body) != data[-4:].tobytes():
         raise ValueError("its checksum does not match")

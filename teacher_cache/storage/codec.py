@@ -130,11 +130,7 @@ def encoding_name(name: str) -> str:
 
 
 def find_encoding(name: str) -> Encoding:
-    """The encoding with this name, current or stored.
-
-    Raises:
-        CacheError: there is none.
-    """
+    """The encoding with this name, current or stored; CacheError if there is none."""
     try:
         return ENCODINGS[encoding_name(name)]
     except KeyError:

@@ -18,7 +18,6 @@ class Column:
 
     Args:
         name: of the array in the index.
-        folder: of the array.
         quarantine: name of its quarantined rows in the index; None means `name`.
     """
 
@@ -33,12 +32,8 @@ class Column:
         self._growing = threading.Lock()  # a thread must not replace another's array by a shorter one
         self._gappy: dict[int, ShardRecord] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {"index": self.index, "name": self.name, "folder": self.array.folder}
-        return state | {"quarantine": self.quarantine_name}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Column, (self.index, self.name, self.array.folder, self.quarantine_name)
 
     def record(self, number: int) -> ShardRecord | None:
         """The current record of a shard; None if it has no rows."""
@@ -129,7 +124,6 @@ class Column:
 
         Args:
             rows: of the table, in this shard.
-            stored: their values.
             worst: largest 1 - cos between one of them and the teacher output.
 
         Raises:
@@ -157,7 +151,5 @@ class Column:
 
     def quarantine(self, reasons: dict[int, str]) -> list[Change]:
         """The changes that quarantine rows, by row -> reason."""
-        return [
-            Change("quarantine", quarantine_key(self.quarantine_name, row), reason.encode())
-            for row, reason in reasons.items()
-        ]
+        name = self.quarantine_name
+        return [Change("quarantine", quarantine_key(name, row), reason.encode()) for row, reason in reasons.items()]

@@ -21,11 +21,7 @@ class WriterLock:
     """The right to write to one cache folder."""
 
     def __init__(self, path: Path) -> None:
-        """Take the lock.
-
-        Raises:
-            CacheLocked: another process holds it; the message says which, where and since when.
-        """
+        """Take the lock; CacheLocked names the process that holds it."""
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,7 @@ CORPORA = "corpora"
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """The file of records `[first, first + records)` of a corpus.
-
-    Attributes:
-        name: absolute path, or "stdin".
-    """
+    """The file of records `[first, first + records)` of a corpus; `name` is its absolute path, or "stdin"."""
 
     name: str
     first: int
@@ -99,11 +95,7 @@ class CorpusRecord:
 
 
 class RecordNumbers:
-    """Numbers of each record, from a .npy file.
-
-    Attributes:
-        values: `(M, ...)`, memory-mapped, read-only.
-    """
+    """Numbers of each record, from a .npy file; `values` is `(M, ...)`, memory-mapped, read-only."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: str, name: str, advice: str) -> None:
         try:
@@ -192,11 +184,7 @@ class Manifest:
 
 
 def domain_numbers(record: CorpusRecord, cache: Path) -> RecordNumbers | None:
-    """The domains of a corpus's records; None without domains.
-
-    Raises:
-        DamagedCache: the file is missing or does not match the record.
-    """
+    """The domains of a corpus's records; None without domains."""
     path = record.domains_file(cache)
     if path is None:
         return None
@@ -220,9 +208,11 @@ class NumbersWriter:
         self._dtype = dtype
         self._columns = columns
         self.records = 0
-        self._write_header()
+        self.write_header()
 
-    def _write_header(self) -> None:
+    def write_header(self) -> None:
+        """Write the header for the records so far; call it again after the last one."""
+        self._file.seek(0)
         # numpy pads the header, so a longer first axis fits in the same bytes.
         shape = (self.records, *self._columns)
         np.lib.format.write_array_header_1_0(self._file, {"descr": self._dtype, "fortran_order": False, "shape": shape})
@@ -232,24 +222,15 @@ class NumbersWriter:
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).tobytes())
         self.records += len(values)
 
-    def finish(self) -> None:
-        self._file.seek(0)
-        self._write_header()
-        self._file.seek(0, os.SEEK_END)
 
-
-@contextmanager
-def writing_manifest(cache: Path, name: str, columns: int) -> Iterator[tuple[NumbersWriter, Path]]:
+def writing_manifest(cache: Path, name: str, columns: int) -> AbstractContextManager[tuple[NumbersWriter, Path]]:
     """A writer of `(n, columns)` rows, and its durable file, to be renamed once the fingerprint is known."""
-    with _writing(cache / CORPORA / name / "rows.new", "<i8", (columns,)) as writing:
-        yield writing
+    return _writing(cache / CORPORA / name / "rows.new", "<i8", (columns,))
 
 
-@contextmanager
-def writing_domains(cache: Path, name: str) -> Iterator[tuple[NumbersWriter, Path]]:
+def writing_domains(cache: Path, name: str) -> AbstractContextManager[tuple[NumbersWriter, Path]]:
     """As `writing_manifest`, for `(n,)` numbers of domains."""
-    with _writing(cache / CORPORA / name / "domains.new", "<u2", ()) as writing:
-        yield writing
+    return _writing(cache / CORPORA / name / "domains.new", "<u2", ())
 
 
 @contextmanager
@@ -257,4 +238,4 @@ def _writing(path: Path, dtype: str, columns: tuple[int, ...]) -> Iterator[tuple
     with atomic_write(path) as file:
         writer = NumbersWriter(file, dtype, columns)
         yield writer, path
-        writer.finish()
+        writer.write_header()

@@ -30,14 +30,7 @@ _MAP_FIXED = 0x10  # the same on Linux and macOS; not among Python's constants
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_longlong,
-]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
 
 Read = tuple[int, int, Any]  # file descriptor, offset, writable buffer
 
@@ -53,11 +46,7 @@ def _thread_pool(process: int) -> ThreadPoolExecutor:
 
 
 def read_all(reads: Sequence[Read]) -> None:
-    """Fill every buffer.
-
-    Raises:
-        EOFError: a file ends before its buffer is full.
-    """
+    """Fill every buffer; EOFError if a file ends before its buffer is full."""
     for place, read in enumerate(reads):
         if not read_cached(*read):
             pending = [read_threads().submit(_read, remaining) for remaining in reads[place:]]
@@ -140,11 +129,7 @@ class OpenShard:
     __del__ = close
 
     def entry(self, chunk: int) -> tuple[int, int]:
-        """Offset and length of an inner chunk.
-
-        Raises:
-            DamagedCache: it is not stored.
-        """
+        """Offset and length of a stored inner chunk."""
         offset, length = self.entries[chunk].tolist()
         if offset == EMPTY:
             raise DamagedCache(f"{self.path} lacks chunk {chunk}, which is in the index")
@@ -192,11 +177,7 @@ class ShardMap:
             self._ends[number] = 0
 
     def map_rows(self, rows: npt.NDArray[np.int64], open_shards: Callable[[list[int]], list[OpenShard]]) -> bool:
-        """Map the shards of these rows; False if a shard does not hold its chunks in row order.
-
-        Raises:
-            DamagedCache: a shard lacks a row.
-        """
+        """Map the shards of these rows; False if a shard does not hold its chunks in row order."""
         shard_of = rows // self.shard_rows
         try:
             outside = rows >= self._ends[shard_of]

@@ -93,11 +93,11 @@ class ShardedArray:
         self.chunks = self.shard_rows // self.chunk_rows
         self._tail: tuple[int, ...] = (self.codec.width,) if isinstance(self.codec, NumberCodec) else ()
         self._open: dict[int, OpenShard] = {}
-        codec = self.codec
-        self._plain = isinstance(codec, NumberCodec) and codec.plain
+        plain = self.codec if isinstance(self.codec, NumberCodec) and self.codec.plain else None
+        self._plain = plain is not None
         self._map: ShardMap | None = None
-        if isinstance(codec, NumberCodec) and codec.plain and ShardMap.supports(codec, self.shard_rows):
-            self._map = ShardMap(codec, self.shard_rows, self.chunk_rows)
+        if plain is not None and ShardMap.supports(plain, self.shard_rows):
+            self._map = ShardMap(plain, self.shard_rows, self.chunk_rows)
         self._lock = threading.RLock()
         self._buffer = np.empty(0, dtype=np.uint8)
         self._row = self.empty(1)
@@ -165,11 +165,8 @@ class ShardedArray:
         sync_path(folder.parent)
         return cls(folder)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardedArray, (self.folder,)
 
     @property
     def rows(self) -> int:
@@ -211,10 +208,13 @@ class ShardedArray:
         else:
             body = self.codec.blank(self.shard_rows)
             values = body[kept] = rows[kept]
+        chunks = np.unique(kept // self.chunk_rows).tolist()
+        if self._plain and chunks:  # also those before them, so that a shard is one matrix
+            chunks = range(chunks[-1] + 1)
         index = np.full((self.chunks, 2), EMPTY, dtype="<u8")
         offset = 0
         with atomic_write(self.shard_path(number)) as file:
-            for chunk in self._stored_chunks(kept):
+            for chunk in chunks:
                 data = self.codec.encode(body[chunk * self.chunk_rows : (chunk + 1) * self.chunk_rows])
                 index[chunk] = (offset, len(data))
                 offset += file.write(data)
@@ -223,19 +223,10 @@ class ShardedArray:
         self.forget(number)
         return ShardReceipt(self.codec.digest(values), offset)
 
-    def _stored_chunks(self, kept: npt.NDArray[np.intp]) -> list[int]:
-        """Chunks with rows; in plain arrays also the chunks before them, so that a shard is one matrix."""
-        chunks = np.unique(kept // self.chunk_rows).tolist()
-        return list(range(chunks[-1] + 1)) if self._plain and len(chunks) else list(chunks)
-
     # Reading
 
     def open_shard(self, number: int) -> OpenShard:
-        """The shard's file, which stays open; its chunk index is read and checked once.
-
-        Raises:
-            DamagedCache: the file is missing or incomplete.
-        """
+        """The shard's file, which stays open; its chunk index is read and checked once."""
         (shard,) = self.open_shards([number])
         return shard
 
@@ -277,13 +268,7 @@ class ShardedArray:
         return self.read(np.flatnonzero(present) + number * self.shard_rows)
 
     def read_checked(self, number: int, present: npt.NDArray[np.bool_], digest: bytes) -> Rows:
-        """The present rows of a shard, compared with their digest.
-
-        For rows that are written again: their new digest would hide any damage.
-
-        Raises:
-            DamagedCache: they are not the values that were written.
-        """
+        """The present rows of a shard, compared with their digest: a new digest would hide any damage."""
         rows = self.read_shard(number, present)
         if self.codec.digest(rows) != digest:
             raise DamagedCache(
@@ -329,12 +314,8 @@ class ShardedArray:
             group = runs[done : done + OPEN_SHARDS]
             places = [divmod(int(rows[start]), self.shard_rows) for start, _ in group]
             opened = self.open_shards([number for number, _ in places])
-            self._fill(
-                [
-                    (shard, within * mapped.row_bytes, out[start:stop])
-                    for shard, (_, within), (start, stop) in zip(opened, places, group, strict=True)
-                ]
-            )
+            reads = zip(opened, places, group, strict=True)
+            self._fill([(shard, within * mapped.row_bytes, out[slice(*run)]) for shard, (_, within), run in reads])
 
     def _is_cached(self, mapped: ShardMap, rows: npt.NDArray[np.int64]) -> bool:
         """Whether the middle row is in the page cache, so that the others probably are."""

@@ -6,7 +6,6 @@ sorted a million at a time.
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -64,12 +63,10 @@ def excerpt(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
-@contextmanager
-def anonymous_file(near: Path) -> Iterator[IO[bytes]]:
+def anonymous_file(near: Path) -> IO[bytes]:
     """A temporary file without a name on the disk of a cache, which need not exist yet."""
     folder = next(parent for parent in (near.absolute(), *near.absolute().parents) if parent.is_dir())
-    with tempfile.TemporaryFile(dir=folder) as file:
-        yield file
+    return tempfile.TemporaryFile(dir=folder)
 
 
 def map_file(file: IO[bytes], dtype: str, *width: int) -> npt.NDArray[Any]:
@@ -82,10 +79,7 @@ def map_file(file: IO[bytes], dtype: str, *width: int) -> npt.NDArray[Any]:
 
 
 def sorted_windows(values: npt.NDArray[Any], limit: int, window: int) -> Iterator[Rows]:
-    """Positions of `(n,)` values below `limit`, in ascending order of value, a range of `window` values at a time.
-
-    Positions of equal values keep their order.
-    """
+    """Positions of `(n,)` values below `limit`, stably sorted by value, a range of `window` values at a time."""
     kind = values.dtype.type
     for low in range(0, limit, window):
         high = min(low + window, limit) - 1
@@ -116,12 +110,7 @@ class CheckedReader:
         self._digests: dict[tuple[str, int], bytes] = {}  # of the shards compared so far
 
     def gather(self, rows: Rows, dtype: npt.DTypeLike = np.float32) -> Vectors:
-        """`(n, dims)` vectors of present rows.
-
-        Raises:
-            DamagedCache: a shard does not match its digest.
-            MissingRows: a row no longer has a vector.
-        """
+        """`(n, dims)` vectors of present rows; DamagedCache if a shard does not match its digest."""
         self._check(self.view.column, rows)
         return self.view.gather(rows, dtype=dtype)
 
@@ -144,11 +133,7 @@ class CheckedReader:
 
 
 def checked_texts(table: TextTable, rows: Rows) -> tuple[list[str], npt.NDArray[np.uint8]]:
-    """Texts and `(n, 16)` keys of rows.
-
-    Raises:
-        DamagedCache: a text does not match its key.
-    """
+    """Texts and `(n, 16)` keys of rows; DamagedCache if a text does not match its key."""
     texts, keys = table.read(rows), table.read_keys(rows)
     computed = np.frombuffer(b"".join(text_keys(texts)), dtype=np.uint8).reshape(keys.shape)
     wrong = np.flatnonzero((computed != keys).any(axis=1))
@@ -162,13 +147,7 @@ def checked_texts(table: TextTable, rows: Rows) -> tuple[list[str], npt.NDArray[
 
 @dataclass
 class Filled:
-    """Counts of `fill`, in rows.
-
-    Attributes:
-        stored: written now.
-        held: already in the space.
-        quarantined: row -> why its encoding cannot hold the vector.
-    """
+    """Rows that `fill` stored, rows that already had a vector, and row -> why the encoding cannot hold its vector."""
 
     stored: int
     held: int

@@ -76,9 +76,6 @@ def align(
         student: `(S, 4)` pieces of the same text.
         method: one of `METHODS`.
         lower: compare strings in lower case.
-
-    Raises:
-        TeacherError: an unknown method.
     """
     check_method(method)
     student_tokens, teacher_tokens = _text_tokens(text, student, lower), _text_tokens(text, teacher, lower)

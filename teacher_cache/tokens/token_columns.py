@@ -122,25 +122,16 @@ class TokenRecord:
 
 
 def token_encoding(name: str) -> Encoding:
-    """The encoding of token states with this name, current or stored.
-
-    Raises:
-        CacheError: there is none.
-    """
+    """The encoding of token states with this name, current or stored; CacheError if there is none."""
     try:
         return TOKEN_ENCODINGS[encoding_name(name)]
     except KeyError:
-        raise CacheError(
-            f"unknown encoding {name!r} of token states; expected one of {', '.join(TOKEN_ENCODINGS)}"
-        ) from None
+        known = ", ".join(TOKEN_ENCODINGS)
+        raise CacheError(f"unknown encoding {name!r} of token states; expected one of {known}") from None
 
 
 def checked_layers(layers: Sequence[int], shape: TokenShape) -> tuple[int, ...]:
-    """The layers as a tuple.
-
-    Raises:
-        TeacherError: the model lacks a layer, or they are not ascending.
-    """
+    """The layers as a tuple; TeacherError if the model lacks one, or they are not ascending."""
     if not layers or sorted(set(layers)) != list(layers) or layers[0] < 1 or layers[-1] > shape.layers:
         raise TeacherError(
             f"attention layers {','.join(map(str, layers)) or 'none'}: expected ascending numbers from 1 to "
@@ -163,11 +154,7 @@ def create_array(folder: Path, record: TokenRecord, array: str, shard_rows: int)
 
 @dataclass(frozen=True, slots=True)
 class StoredTokens:
-    """The stored token columns of one text.
-
-    Attributes:
-        attention: None if it was not read.
-    """
+    """The stored token columns of one text; `attention` is None if it was not read."""
 
     states: bytes
     pieces: bytes
@@ -198,20 +185,10 @@ class CheckedTokens:
 
 
 class TokenColumns:
-    """Reads and writes the token columns of one space.
-
-    Attributes:
-        record: widths, encoding and attention layers.
-        columns: by the name of their array.
-    """
+    """Reads and writes the token columns of one space; `columns` are by the name of their array."""
 
     def __init__(self, folder: Path, name: str, index: Index, record: TokenRecord) -> None:
-        """Open the columns of a space.
-
-        Args:
-            folder: of the space.
-            name: of the space's folder in the index.
-        """
+        """Open the columns of the space in `folder`; `name` is that of its folder in the index."""
         self.index = index
         self.record = record
         self.encoding = record.encoding
@@ -321,10 +298,8 @@ class TokenColumns:
     def is_finite(self, stored: StoredTokens) -> bool:
         """Whether all numbers of a text with consistent columns are finite."""
         tokens = self.restore(stored)
-        return all(
-            part is None or bool(np.isfinite(part).all())
-            for part in (tokens.states, tokens.importance, tokens.attention)
-        )
+        parts = (tokens.states, tokens.importance, tokens.attention)
+        return all(part is None or bool(np.isfinite(part).all()) for part in parts)
 
     # Writing
 
@@ -393,11 +368,7 @@ class TokenColumns:
             begin = end
 
     def write(
-        self,
-        number: int,
-        stored: dict[int, StoredTokens],
-        errors: dict[int, float],
-        quarantined: dict[int, str],
+        self, number: int, stored: dict[int, StoredTokens], errors: dict[int, float], quarantined: dict[int, str]
     ) -> list[Change]:
         """Write rows of one shard; returns the changes to commit.
 
@@ -421,9 +392,8 @@ class TokenColumns:
                 changes += column.write(number, rows, values, worst)
             if array != PIECES:
                 invalid = np.array(sorted(quarantined), dtype=np.int64)
-                changes += column.quarantine(
-                    {row: quarantined[row] for row in invalid[~column.present(invalid)].tolist()}
-                )
+                absent = invalid[~column.present(invalid)].tolist()
+                changes += column.quarantine({row: quarantined[row] for row in absent})
         return changes
 
 

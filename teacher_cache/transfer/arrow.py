@@ -43,11 +43,7 @@ def check_column(column: str, names: Sequence[str], source: Path) -> None:
 
 
 def matrices(tables: Iterator[Any], column: str, where: str) -> Iterator[npt.NDArray[Any]]:
-    """`(n, d)` arrays from the chunks of a column of float lists.
-
-    Raises:
-        CorpusError: another type, a null, or lists of different lengths.
-    """
+    """`(n, d)` arrays from the chunks of a column of float lists without nulls, all of one length."""
     row = 0
     for table in tables:
         chunks = table.column(column)

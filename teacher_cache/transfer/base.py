@@ -48,12 +48,7 @@ class Origin:
 
     @classmethod
     def from_json(cls, data: str | bytes, where: str) -> "Origin":
-        """Inverse of `to_json`.
-
-        Raises:
-            CorpusError: it does not describe a space.
-            SpaceMismatch: its fields do not match its fingerprint.
-        """
+        """Inverse of `to_json`, compared with the fingerprint."""
         try:
             record = json.loads(data)
             space = EmbeddingSpace.from_json(record["space"])
@@ -120,11 +115,7 @@ class ReadOptions:
 
 
 def spool(matrices: Iterator[npt.NDArray[Any]], file: IO[bytes], where: str) -> npt.NDArray[Any]:
-    """`(n, d)` vectors from many matrices, written to `file` and memory-mapped.
-
-    Raises:
-        CorpusError: there are none, or they differ in width.
-    """
+    """`(n, d)` vectors from matrices of one width, written to `file` and memory-mapped."""
     first: npt.NDArray[Any] | None = None
     row = 0
     for matrix in matrices:

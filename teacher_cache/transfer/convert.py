@@ -70,12 +70,8 @@ def convert(
         after = replace(before, storage=encoding.name, array=f"vectors-{stored_name(encoding.name)}.zarr")
         folder = cache.path / SPACES / view.slug
         # Left by an interrupted conversion, or by an earlier one that this one reverts.
-        cache.index.commit(
-            [
-                Change("shards", shard_key(after.array_name, number), None)
-                for number, _ in cache.index.iter_shards(after.array_name)
-            ]
-        )
+        left = [number for number, _ in cache.index.iter_shards(after.array_name)]
+        cache.index.commit([Change("shards", shard_key(after.array_name, number), None) for number in left])
         shutil.rmtree(folder / after.array, ignore_errors=True)
         array = create_vectors(folder / after.array, encoding, view.dims, cache.shard_rows)
         changes = [Change("spaces", view.slug.encode(), after.to_json())]
@@ -113,9 +109,5 @@ def _convert_shard(
     body[within] = checked.stored
     receipt = array.write_shard(number, body, record.present)
     array.grow(number * array.shard_rows + int(within[-1]) + 1)
-    return ShardRecord(
-        receipt.digest,
-        combined_error(record.worst_error, float(checked.cosine_error.max())),
-        receipt.size,
-        record.present,
-    )
+    worst = combined_error(record.worst_error, float(checked.cosine_error.max()))
+    return ShardRecord(receipt.digest, worst, receipt.size, record.present)

@@ -121,11 +121,7 @@ def _format(name: str, output: Path) -> Any:
 
 
 class _Rows:
-    """The rows to export in order, counted before anything is written.
-
-    Raises:
-        MissingRows: see `export`.
-    """
+    """The rows to export in order, counted before anything is written."""
 
     def __init__(self, table: TeacherCache, view: SpaceView, corpus: str | None) -> None:
         self._view = view

@@ -30,10 +30,7 @@ def foreign_space(teacher: str, fields: Mapping[str, Any], *, dims: int, unit_le
 
     Args:
         fields: more of its fields, of `FIELDS`; strings are converted.
-        unit_length: whether all vectors have unit length.
-
-    Raises:
-        CorpusError: an unknown field, an invalid value, or a value that contradicts the vectors.
+        unit_length: whether all vectors have unit length; a stated `normalize` must agree.
     """
     stated = FIELDS | {"normalize": unit_length} | {name: _value(name, value) for name, value in fields.items()}
     if stated["normalize"] != unit_length:

@@ -157,11 +157,7 @@ def import_vectors(
 
 
 def _module_of(source: Path, corpus: Corpus | None) -> str:
-    """The module that reads the source.
-
-    Raises:
-        CorpusError: none does, or `corpus` is missing or not needed.
-    """
+    """The module that reads the source."""
     if not source.exists():
         raise CorpusError(f"{source}: no such file or folder")
     if source.is_dir():
@@ -187,12 +183,7 @@ def _float32(vectors: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 
 def _check_origin(source: Path, given: VectorSource, teacher: str | None, fields: Mapping[str, Any] | None) -> None:
-    """Check that the vectors are a matrix of floats and that either the source or the arguments describe their space.
-
-    Raises:
-        CorpusError: they are not.
-        SpaceMismatch: the vectors have another width than their space.
-    """
+    """Check that the vectors are a matrix of floats and that the source or the arguments describe their space."""
     vectors, origin = given.vectors, given.origin
     if vectors.ndim != 2 or vectors.dtype.kind != "f" or 0 in vectors.shape:
         raise CorpusError(
@@ -211,11 +202,7 @@ def _check_origin(source: Path, given: VectorSource, teacher: str | None, fields
 
 
 def _check_vectors(source: Path, vectors: npt.NDArray[Any], report: Report) -> bool:
-    """Whether all vectors have unit length.
-
-    Raises:
-        CorpusError: a vector is not finite.
-    """
+    """Whether all vectors, which must be finite, have unit length."""
     unit_length = True
     progress = Progress(phase="checking vectors", total=len(vectors))
     for start in range(0, len(vectors), _CHECKED_ROWS):
@@ -236,12 +223,7 @@ def _check_vectors(source: Path, vectors: npt.NDArray[Any], report: Report) -> b
 def _check_records(
     source: Path, given: VectorSource, known: SpaceView | None, keys_file: IO[bytes], report: Report
 ) -> int:
-    """Number of texts of the source; writes their keys to a file.
-
-    Raises:
-        CorpusError: texts and vectors differ in number, or a key does not match its text.
-        CacheError: the space has a different vector for a text.
-    """
+    """Number of texts of the source, compared with its keys and vectors and with the space; writes their keys."""
     corpus, vectors = given.corpus, given.vectors
     progress = Progress(phase="checking texts", total=len(vectors))
     for records in corpus.batches(READ_RECORDS):
@@ -310,11 +292,7 @@ def _check_duplicates(source: Path, vectors: npt.NDArray[Any], keys: npt.NDArray
 
 
 def _corpus_name(source: Path, given: VectorSource, table: TeacherCache | None) -> str:
-    """The name of the corpus in the cache.
-
-    Raises:
-        CacheError: the cache has a different corpus of that name.
-    """
+    """The name of the corpus, which no different corpus in the cache may have."""
     corpus = given.corpus
     name = corpus.name
     if given.origin is not None and given.origin.corpus is not None:
@@ -328,11 +306,7 @@ def _corpus_name(source: Path, given: VectorSource, table: TeacherCache | None) 
 
 
 def _publish(corpus: Corpus, table: TeacherCache, name: str, texts: int, report: Report) -> Manifest:
-    """Write the corpus, unless the cache has one of that name with the same texts.
-
-    Raises:
-        CorpusError: its files have changed since the check.
-    """
+    """Write the corpus, unless the cache has one of that name with the same texts."""
     fingerprint = corpus.fingerprint
     held = table.corpora().get(name)
     if held is not None and held.fingerprint == fingerprint:

@@ -32,7 +32,6 @@ from teacher_cache.table.intake import (
     map_file,
 )
 from teacher_cache.table.view import SpaceRecord, SpaceView
-from teacher_cache.tokens.token_columns import TokenColumns
 
 _COPIED_RECORDS = 2**20
 _COMMITTED = 10_000
@@ -277,37 +276,27 @@ class _Merger:
         except CacheError as error:
             self.left_out.append(f"{record.columns.describe()} of {part.cache.path}: {error}")
             return
-        if view.tokens is None:
+        target = view.tokens
+        if target is None:
             return
         reader, worst = CheckedReader(source), source.tokens.worst_error()
         progress = Progress(phase="writing tokens", total=part.rows, space=record.space.describe())
-        for old in by_shard(part.new_rows, self.cache.rows, view.tokens.shard_rows):
-            self._add_token_shard(reader, source.tokens, view, view.tokens, old, part.new_rows[old], worst)
+        for old in by_shard(part.new_rows, self.cache.rows, target.shard_rows):
+            new = part.new_rows[old]
+            with_attention = source.tokens.present(old, attention=True) & ~target.present(new, attention=True)
+            only_states = source.tokens.present(old) & ~target.present(new) & ~with_attention
+            stored = {
+                row: text
+                for mask, attention in ((only_states, False), (with_attention, True))
+                for row, text in zip(new[mask].tolist(), reader.gather_tokens(old[mask], attention), strict=True)
+            }
+            if stored:
+                changes = target.write(int(new[0]) // target.shard_rows, stored, dict.fromkeys(stored, worst), {})
+                no_vectors = np.empty((0, view.dims), dtype=np.float32)
+                view.write(int(new[0]) // view.vectors.shard_rows, new[:0], no_vectors, also=changes)
+                self.token_texts += len(stored)
             progress.done += len(old)
             self.report(progress)
-
-    def _add_token_shard(
-        self,
-        reader: CheckedReader,
-        source: TokenColumns,
-        view: SpaceView,
-        target: TokenColumns,
-        old: Rows,
-        new: Rows,
-        worst: float,
-    ) -> None:
-        with_attention = source.present(old, attention=True) & ~target.present(new, attention=True)
-        only_states = source.present(old) & ~target.present(new) & ~with_attention
-        stored = {
-            row: text
-            for mask, attention in ((only_states, False), (with_attention, True))
-            for row, text in zip(new[mask].tolist(), reader.gather_tokens(old[mask], attention), strict=True)
-        }
-        if stored:
-            changes = target.write(int(new[0]) // target.shard_rows, stored, dict.fromkeys(stored, worst), {})
-            no_vectors = np.empty((0, view.dims), dtype=np.float32)
-            view.write(int(new[0]) // view.vectors.shard_rows, new[:0], no_vectors, also=changes)
-            self.token_texts += len(stored)
 
     def _add_corpus(self, part: _Source, record: CorpusRecord) -> None:
         held = self.cache.corpora().get(record.name)
@@ -340,12 +329,11 @@ class _Merger:
             old_rows = np.fromiter((row for row in quarantined if row < part.rows), dtype=np.int64)
             new_rows = part.new_rows[old_rows]
             known = view.quarantined()
+            absent = ~view.present(new_rows)
             changes = [
                 Change("quarantine", quarantine_key(view.slug, new), quarantined[old].encode())
-                for old, new, present in zip(
-                    old_rows.tolist(), new_rows.tolist(), view.present(new_rows).tolist(), strict=True
-                )
-                if not present and new not in known
+                for old, new in zip(old_rows[absent].tolist(), new_rows[absent].tolist(), strict=True)
+                if new not in known
             ]
             if changes and self.cache.index.record("spaces", view.slug) is None:
                 changes.insert(0, Change("spaces", view.slug.encode(), view.record.to_json()))
