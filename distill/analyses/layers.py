@@ -34,7 +34,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 class Layers(Analysis):
-    """Compares a run's student before and after training, layer by layer, on the texts of `TrainedRun.sample_rows`."""
+    """Compares a run's student before and after training, layer by layer."""
 
     name: ClassVar[str] = "layers"
 

@@ -37,7 +37,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 class Map(Analysis):
-    """Projects teacher and student vectors of the texts of `TrainedRun.sample_rows` onto a plane."""
+    """Projects teacher and student vectors onto a plane."""
 
     name: ClassVar[str] = "map"
 

@@ -28,7 +28,7 @@ POOLING_MODES = {"mean": "mean", "cls": "cls", "last_token": "lasttoken"}
 def export(
     student: Student, projection: torch.Tensor | None, normalize: bool, folder: Path, texts: Sequence[str]
 ) -> float:
-    """Write `folder`; an older one is replaced only if the new one passes the check.
+    """Write a sentence-transformers folder; an older one is replaced only if the new one passes the check.
 
     Args:
         projection: `(d_T, d_s)` weight of a bias-free Dense module, None to leave it out.

@@ -27,7 +27,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = {"cuda": 512, "cpu": 64}
 # cuBLAS allocates it at its first product and keeps it: torch's default for all GPUs but Hopper, which has 32 MiB.
 WORKSPACE = {"cuda": 8_519_680, "cpu": 0}
-KINDS = ("weights", "heads", "gradients", "optimiser", "perturbation", "activations", "batch", "teacher", "workspace")
+KINDS = ("weights", "heads", "gradients", "optimizer", "perturbation", "activations", "batch", "teacher", "workspace")
 # Names of transformers' Trainer.
 EIGHT_BIT_ADAM = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 # bitsandbytes keeps states in 8 bits from this many numbers on, with one scale per block.
@@ -160,7 +160,7 @@ def _repeat_micro_batches(operations: Sequence[Operation], repeats: float) -> tu
     """A step's kernels, scaled from the traced micro-batches to all of them."""
     return tuple(
         operation
-        if operation.phase == "optimiser"
+        if operation.phase == "optimizer"
         else replace(operation, flops=int(operation.flops * repeats), bytes=int(operation.bytes * repeats))
         for operation in operations
     )
@@ -227,7 +227,7 @@ class StepTrainer(DistillTrainer):
 
     def update(self) -> None:
         """The optimizer's step."""
-        with self._tracker.allocating("optimiser"):
+        with self._tracker.allocating("optimizer"):
             self.optimizer.step()
         self.model.zero_grad()
         self._sums.clear()

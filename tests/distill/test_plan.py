@@ -80,11 +80,11 @@ def test_bytes_are_counted_once_until_the_last_view_is_freed() -> None:
 def test_bytes_belong_to_the_phase_that_allocated_them_unless_labeled() -> None:
     tracker = Tracker()
     with tracker.fake, tracker:
-        with tracker.allocating("optimiser"):
+        with tracker.allocating("optimizer"):
             state = torch.empty(10)
         other = torch.empty(5)
         tracker.label([other], "gradients")
-        assert (tracker.live["optimiser"], tracker.live["gradients"]) == (40, 20)
+        assert (tracker.live["optimizer"], tracker.live["gradients"]) == (40, 20)
         assert tracker.live["activations"] == 0
         del state, other
 
@@ -168,7 +168,7 @@ def test_weights_heads_and_optimizer_states_have_the_bytes_of_their_sizes() -> N
     assert found.breakdown["heads"] == heads
     assert 0 <= found.breakdown["weights"] - parameters < 64 * 400  # rounding, and tables of positions
     states = 2 * (parameters + heads)
-    assert 0 <= found.breakdown["optimiser"] - states < 3 * 64 * 400
+    assert 0 <= found.breakdown["optimizer"] - states < 3 * 64 * 400
 
 
 def test_asam_keeps_one_copy_of_the_weights_and_norm_only_almost_none() -> None:
@@ -224,7 +224,7 @@ def test_accumulation_repeats_the_batch_but_not_the_update() -> None:
     once, four = traced(), traced("training.gradient_accumulation_steps=4")
     assert four.flops == pytest.approx(4 * once.flops)
     assert four.peak >= once.peak
-    updates = [[one.bytes for one in found.steps[0][1] if one.phase == "optimiser"] for found in (once, four)]
+    updates = [[one.bytes for one in found.steps[0][1] if one.phase == "optimizer"] for found in (once, four)]
     assert updates[0] == updates[1]
 
 
@@ -322,9 +322,9 @@ def test_with_low_memory_activations_hardly_grow_with_the_batch(monkeypatch: pyt
 
 
 def test_8_bit_states_and_frozen_embeddings_have_the_bytes_of_their_sizes() -> None:
-    exact = traced(device="cpu").breakdown["optimiser"]
-    eight = traced("training.optim=adamw_bnb_8bit", device="cpu").breakdown["optimiser"]
-    frozen = traced("training.freeze_embeddings=true", device="cpu").breakdown["optimiser"]
+    exact = traced(device="cpu").breakdown["optimizer"]
+    eight = traced("training.optim=adamw_bnb_8bit", device="cpu").breakdown["optimizer"]
+    frozen = traced("training.freeze_embeddings=true", device="cpu").breakdown["optimizer"]
     config = shape_config("shape:minilm-l3-h384")
     width = config.hidden_size
     words = config.vocab_size * width
