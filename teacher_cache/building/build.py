@@ -169,7 +169,7 @@ def build(
             name = _default_name(corpus, table)
         manifest = ingest(corpus, table, name, report)
         report(Progress(phase="loading"))
-        used = manifest.used_rows(table.rows)
+        used = used_rows(manifest.rows, table.rows)
         distinct = int(used.sum())
         spec = resolve_dtype(spec, (record.space for record in table.space_records().values()))
         known = table.find_space(spec.space)

@@ -106,10 +106,6 @@ class Column:
 
         Args:
             out: returned instead of a new array; contiguous, of the array's dtype.
-
-        Raises:
-            MissingRows: a row is missing.
-            DamagedCache: a shard does not match the index.
         """
         present = self.present(rows)
         if not present.all():

@@ -106,16 +106,7 @@ _environments: dict[tuple[int, int], Environment] = {}
 
 
 def acquire(folder: Path, names: Sequence[str], *, writable: bool, sealed: bool) -> Environment:
-    """This process's environment of `folder`; return it with `release`.
-
-    Args:
-        sealed: the file never changes, so it needs no lock.
-
-    Raises:
-        CacheNotFound: there is no index.
-        DamagedCache: it cannot be opened.
-        CacheError: its lock file is not writable.
-    """
+    """This process's environment of `folder`; return it with `release`. A sealed file never changes: it has no lock."""
     with lock:
         known = _known(folder)
         if known is None:

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from heapq import merge
 from itertools import islice
 from pathlib import Path
@@ -123,11 +124,8 @@ class Index:
     exists = staticmethod(exists)
     lockable = staticmethod(lockable)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "sealed_copy_of": self.sealed_copy_of}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(writable=False, **state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Index, self.folder, writable=False, sealed_copy_of=self.sealed_copy_of), ()
 
     def _environment(self) -> Environment:
         if self._shared is not None and self._shared.pid != os.getpid():
@@ -162,11 +160,7 @@ class Index:
 
     @contextmanager
     def _reading(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """A read transaction and the databases.
-
-        Raises:
-            DamagedCache: LMDB finds a damaged page.
-        """
+        """A read transaction and the databases; DamagedCache if LMDB finds a damaged page."""
         if self._snapshot is not None:
             yield self._snapshot
             return
@@ -199,8 +193,6 @@ class Index:
 
         Raises:
             DiskFull: `path` is incomplete; nothing else has changed.
-            DamagedCache: keys of the index are not in order.
-            CacheError: this is a sealed copy itself.
         """
         if self.sealed_copy_of is not None:
             raise CacheError(

@@ -174,13 +174,9 @@ class Manifest:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def used_rows(self, table_rows: int) -> npt.NDArray[np.bool_]:
-        """`(table_rows,)`: which rows of the table are in the corpus."""
-        return used_rows(self.rows, table_rows)
-
     def distinct_rows(self, table_rows: int) -> npt.NDArray[np.int64]:
         """The distinct rows, ascending. Takes up to 9 bytes of memory per row of the table."""
-        return np.flatnonzero(self.used_rows(table_rows))
+        return np.flatnonzero(used_rows(self.rows, table_rows))
 
 
 def domain_numbers(record: CorpusRecord, cache: Path) -> RecordNumbers | None:

@@ -283,9 +283,6 @@ class ShardedArray:
         Args:
             rows: `(n,)`, any order, repeats allowed.
             out: returned instead of a new array; C-contiguous, `(n, width)` or `(n,)` of the array's dtype.
-
-        Raises:
-            DamagedCache: a shard is missing or damaged, or lacks a row.
         """
         if out is None:
             out = self.empty(len(rows))

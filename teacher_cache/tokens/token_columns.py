@@ -262,14 +262,7 @@ class TokenColumns:
         )
 
     def restore(self, stored: StoredTokens, states: npt.NDArray[np.floating] | None = None) -> TextTokens:
-        """Decode the token columns of one text.
-
-        Args:
-            states: `(T, width)`, used for the states instead of a new float32 array.
-
-        Raises:
-            DamagedCache: the columns of the text are inconsistent.
-        """
+        """Decode the token columns of one text, optionally into `(T, width)` states instead of a new float32 array."""
         problem = self.inconsistency(stored)
         if problem:
             raise DamagedCache(f"{self._name}: {problem}; `tcache verify --deep` lists all damage")
@@ -304,11 +297,7 @@ class TokenColumns:
     # Writing
 
     def check(self, outputs: Sequence[TextTokens], *, attention: bool) -> CheckedTokens:
-        """Convert the teacher output of n texts and compare it with the stored values.
-
-        Raises:
-            TeacherError: its shapes do not match the teacher's configuration.
-        """
+        """Convert the teacher output of n texts and compare it with the stored values."""
         checked = CheckedTokens({}, {}, {})
         valid = []
         for place, text in enumerate(outputs):

@@ -70,16 +70,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class Block:
-    """A batch of exported rows.
-
-    Attributes:
-        keys: `(n, 16)` uint8.
-        vectors: `(n, dims)` of `Origin.dtype`.
-    """
+    """A batch of exported rows."""
 
     texts: list[str]
-    keys: npt.NDArray[np.uint8]
-    vectors: npt.NDArray[Any]
+    keys: npt.NDArray[np.uint8]  # (n, 16)
+    vectors: npt.NDArray[Any]  # (n, dims) of `Origin.dtype`
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,6 @@ from teacher_cache.storage.codec import find_encoding
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table import intake
 from teacher_cache.table.cache import TeacherCache
-from teacher_cache.table.intake import (
-    anonymous_file,
-    describe_difference,
-    differing_rows,
-    excerpt,
-    fill,
-    map_file,
-    sorted_windows,
-)
 from teacher_cache.table.layout import checked_name
 from teacher_cache.table.view import SpaceView
 from teacher_cache.text_key import KEY_BYTES, text_keys
@@ -113,7 +104,7 @@ def import_vectors(
     with ExitStack() as stack:
         # An existing cache is locked from the start: the checks must still hold when the vectors are written.
         table = stack.enter_context(TeacherCache.open(cache, "a")) if cache.exists() else None
-        spool_file, keys_file = (stack.enter_context(anonymous_file(cache)) for _ in range(2))
+        spool_file, keys_file = (stack.enter_context(intake.anonymous_file(cache)) for _ in range(2))
         given: VectorSource = module.read(source, ReadOptions(corpus, text_key, vector_key, spool_file))
         _check_origin(source, given, teacher, fields)
         unit_length = _check_vectors(source, given.vectors, report)
@@ -127,14 +118,14 @@ def import_vectors(
         if known is not None:
             default_storage = known.record.storage
         texts = _check_records(source, given, known, keys_file, report)
-        _check_duplicates(source, given.vectors, map_file(keys_file, "|u1", KEY_BYTES))
+        _check_duplicates(source, given.vectors, intake.map_file(keys_file, "|u1", KEY_BYTES))
         name = name or _corpus_name(source, given, table)
         if table is None:
             table = stack.enter_context(TeacherCache.open(cache, "a"))
         view = table.ensure_space(space, storage or default_storage)
         manifest = _publish(given.corpus, table, name, texts, report)
         progress = Progress(phase="writing", total=texts, space=space.describe())
-        filled = fill(
+        filled = intake.fill(
             view,
             manifest.rows.reshape(-1),
             table.rows,
@@ -238,7 +229,7 @@ def _check_records(
                 place = int(wrong[0])
                 raise CorpusError(
                     f"{source}: the key of record {start + place + 1} does not match its text "
-                    f"{excerpt(texts[place])}: texts and vectors do not belong together"
+                    f"{intake.excerpt(texts[place])}: texts and vectors do not belong together"
                 )
         if known is not None:
             _compare(source, known, texts, keys, _float32(vectors[start:end]))
@@ -262,12 +253,12 @@ def _compare(
     rows = view.index.find(keys[: len(vectors)])
     both = np.flatnonzero(view.present(rows))
     held = view.gather(rows[both])
-    wrong = differing_rows(held, vectors[both])
+    wrong = intake.differing_rows(held, vectors[both])
     if len(wrong):
         place = int(both[wrong[0]])
         raise CacheError(
-            f"{source} and space {view.slug} have different vectors for {excerpt(texts[place])}: "
-            f"{describe_difference(held[wrong[0]], vectors[place])}; import into another cache, or with another "
+            f"{source} and space {view.slug} have different vectors for {intake.excerpt(texts[place])}: "
+            f"{intake.describe_difference(held[wrong[0]], vectors[place])}; import into another cache, or with another "
             "`teacher`"
         )
 
@@ -276,18 +267,18 @@ def _check_duplicates(source: Path, vectors: npt.NDArray[Any], keys: npt.NDArray
     """Check that records with the same text have the same vector; raises a CorpusError."""
     heads = keys.view("<u8")[:, 0]
     windows = -(-len(keys) // intake.WINDOW_ROWS)
-    for records in sorted_windows(heads, 2**64, -(-(2**64) // windows)):
+    for records in intake.sorted_windows(heads, 2**64, -(-(2**64) // windows)):
         same = np.flatnonzero((keys[records[1:]] == keys[records[:-1]]).all(axis=1))
         for start in range(0, len(same), _CHECKED_ROWS):
             places = same[start : start + _CHECKED_ROWS]
             before, after = records[places], records[places + 1]
             first, second = _float32(vectors[before]), _float32(vectors[after])
-            wrong = differing_rows(first, second)
+            wrong = intake.differing_rows(first, second)
             if len(wrong):
                 place = int(wrong[0])
                 raise CorpusError(
                     f"{source}: records {before[place] + 1} and {after[place] + 1} have the same text and different "
-                    f"vectors: {describe_difference(first[place], second[place])}; keep one of them"
+                    f"vectors: {intake.describe_difference(first[place], second[place])}; keep one of them"
                 )
 
 

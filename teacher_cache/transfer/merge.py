@@ -18,19 +18,8 @@ from teacher_cache.building.build import Progress
 from teacher_cache.errors import CacheError, SpaceMismatch
 from teacher_cache.storage.index import Change, quarantine_key
 from teacher_cache.storage.manifest import CorpusRecord, writing_domains, writing_manifest
+from teacher_cache.table import intake
 from teacher_cache.table.cache import TeacherCache
-from teacher_cache.table.intake import (
-    CheckedReader,
-    Rows,
-    anonymous_file,
-    by_shard,
-    checked_texts,
-    describe_difference,
-    differing_rows,
-    excerpt,
-    fill,
-    map_file,
-)
 from teacher_cache.table.view import SpaceRecord, SpaceView
 
 _COPIED_RECORDS = 2**20
@@ -125,20 +114,16 @@ def merge(
 
 
 class _Source:
-    """A cache as it was when the merge began; a build may be adding to it.
-
-    Attributes:
-        new_rows: the row in the merged cache of each of its rows, once its texts are there.
-    """
+    """A cache as it was when the merge began; a build may be adding to it."""
 
     def __init__(self, cache: TeacherCache) -> None:
         self.cache = cache
         self.corpora = cache.corpora()
         self.spaces = cache.space_records()
         self.rows = cache.rows  # read after the corpora, whose rows are all older
-        self.new_rows: Rows = np.empty(0, dtype=np.int64)
+        self.new_rows: intake.Rows = np.empty(0, dtype=np.int64)  # in the merged cache, once its texts are there
 
-    def blocks(self) -> Iterator[Rows]:
+    def blocks(self) -> Iterator[intake.Rows]:
         """All rows, one shard at a time."""
         for start in range(0, self.rows, self.cache.shard_rows):
             yield np.arange(start, min(start + self.cache.shard_rows, self.rows))
@@ -193,7 +178,7 @@ def _check_vectors(first: _Source, second: _Source, report: Callable[[Progress],
         if view is None or other_view is None:
             continue
         progress = Progress(phase="comparing vectors", total=second.rows, space=record.space.describe())
-        reader, other_reader = CheckedReader(view), CheckedReader(other_view)
+        reader, other_reader = intake.CheckedReader(view), intake.CheckedReader(other_view)
         for block in second.blocks():
             progress.done += len(block)
             other_rows = block[other_view.present(block)]
@@ -202,14 +187,14 @@ def _check_vectors(first: _Source, second: _Source, report: Callable[[Progress],
             both = view.present(rows)
             rows, other_rows = rows[both], other_rows[both]
             vectors, other_vectors = reader.gather(rows), other_reader.gather(other_rows)
-            wrong = differing_rows(vectors, other_vectors)
+            wrong = intake.differing_rows(vectors, other_vectors)
             if len(wrong):
                 place = wrong[0]
                 (text,) = second.cache.texts(other_rows[place : place + 1])
                 raise CacheError(
                     f"{first.cache.path} and {second.cache.path} have different vectors of space {other_view.slug} for "
-                    f"{excerpt(text)}: {describe_difference(vectors[place], other_vectors[place])}; one of them is "
-                    "wrong, build it again"
+                    f"{intake.excerpt(text)}: {intake.describe_difference(vectors[place], other_vectors[place])}; one "
+                    "of them is wrong, build it again"
                 )
             report(progress)
 
@@ -227,15 +212,15 @@ class _Merger:
 
     def add(self, part: _Source, stack: ExitStack) -> None:
         """Copy texts, then vectors, then corpora, so that a published corpus is complete."""
-        file = stack.enter_context(anonymous_file(self.cache.path))
+        file = stack.enter_context(intake.anonymous_file(self.cache.path))
         progress = Progress(phase="reading texts", total=part.rows)
         with self.cache.appending() as appender:
             for rows in part.blocks():
-                texts, _ = checked_texts(part.cache.texts_table, rows)
+                texts, _ = intake.checked_texts(part.cache.texts_table, rows)
                 file.write(appender.add(texts).astype("<i8").data)
                 progress.done += len(rows)
                 self.report(progress)
-        part.new_rows = map_file(file, "<i8")
+        part.new_rows = intake.map_file(file, "<i8")
         for record in part.spaces.values():
             source = part.cache.space(record.space.slug)
             self._add_vectors(part, source, record)
@@ -254,11 +239,11 @@ class _Merger:
 
     def _add_vectors(self, part: _Source, source: SpaceView, record: SpaceRecord) -> None:
         progress = Progress(phase="writing vectors", total=part.rows, space=record.space.describe())
-        filled = fill(
+        filled = intake.fill(
             self._view(record),
             part.new_rows,
             self.cache.rows,
-            CheckedReader(source).gather,
+            intake.CheckedReader(source).gather,
             error=source.worst_error(),
             has=source.present,
             report=lambda done, _: self.report(replace(progress, done=done)),
@@ -279,9 +264,9 @@ class _Merger:
         target = view.tokens
         if target is None:
             return
-        reader, worst = CheckedReader(source), source.tokens.worst_error()
+        reader, worst = intake.CheckedReader(source), source.tokens.worst_error()
         progress = Progress(phase="writing tokens", total=part.rows, space=record.space.describe())
-        for old in by_shard(part.new_rows, self.cache.rows, target.shard_rows):
+        for old in intake.by_shard(part.new_rows, self.cache.rows, target.shard_rows):
             new = part.new_rows[old]
             with_attention = source.tokens.present(old, attention=True) & ~target.present(new, attention=True)
             only_states = source.tokens.present(old) & ~target.present(new) & ~with_attention

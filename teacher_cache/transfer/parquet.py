@@ -20,8 +20,7 @@ def write(target: Path, blocks: Iterator[Block], origin: Origin, rows: int) -> N
 
     columns = schema(origin).with_metadata({METADATA: origin.to_json().encode()})
     # Vectors do not repeat, so a dictionary would be useless.
-    options = {"use_dictionary": False, "write_page_checksum": True}
-    with pyarrow.parquet.ParquetWriter(target, columns, **options) as file:
+    with pyarrow.parquet.ParquetWriter(target, columns, use_dictionary=False, write_page_checksum=True) as file:
         for block in blocks:
             file.write_batch(batch(block, columns))
 
