@@ -139,17 +139,11 @@ def find_encoding(name: str) -> Encoding:
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """Converted rows and the result of their check.
+    """Converted rows and the result of their check."""
 
-    Attributes:
-        stored: `(n, width)` of the stored dtype.
-        cosine_error: `(n,)` float64, 1 - cos of every row; NaN where the row is quarantined.
-        quarantined: position -> why the row must not be stored.
-    """
-
-    stored: Stored
-    cosine_error: npt.NDArray[np.float64]
-    quarantined: dict[int, str]
+    stored: Stored  # (n, width) of the stored dtype
+    cosine_error: npt.NDArray[np.float64]  # (n,): 1 - cos of every row; NaN where the row is quarantined
+    quarantined: dict[int, str]  # position -> why the row must not be stored
 
 
 def combined_error(first: float, second: float) -> float:

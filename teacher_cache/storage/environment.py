@@ -64,9 +64,8 @@ class Environment:
         except lmdb.ReadonlyError as error:
             raise not_allowed(self.folder) from error
         except lmdb.Error as error:
-            if is_disk_full(error):
-                raise disk_full(self.folder) from error
-            raise DamagedCache(f"the index at {self.folder} cannot be opened: {error}; {self.repair_hint}") from error
+            message = f"the index at {self.folder} cannot be opened: {error}; {self.repair_hint}"
+            raise lmdb_failure(error, self.folder, DamagedCache(message)) from error
         self.writable = writable
 
     def _check_length(self) -> None:
@@ -174,10 +173,9 @@ def not_allowed(folder: Path) -> CacheError:
     )
 
 
-def is_disk_full(error: lmdb.Error) -> bool:
+def lmdb_failure(error: lmdb.Error, folder: Path, other: CacheError) -> CacheError:
+    """A `DiskFull` if the disk of the folder is full, otherwise `other`."""
     # lmdb has no exception for an exceeded quota.
-    return isinstance(error, lmdb.DiskError) or os.strerror(errno.EDQUOT) in str(error)
-
-
-def disk_full(folder: Path) -> DiskFull:
-    return DiskFull(f"no space left on the disk of {folder}; {DISK_FULL_HINT}")
+    if isinstance(error, lmdb.DiskError) or os.strerror(errno.EDQUOT) in str(error):
+        return DiskFull(f"no space left on the disk of {folder}; {DISK_FULL_HINT}")
+    return other

@@ -26,18 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teacher_cache.errors import CacheError, DamagedCache
-from teacher_cache.storage.environment import (
-    DATA,
-    FIRST_MAP_BYTES,
-    Environment,
-    acquire,
-    disk_full,
-    exists,
-    is_disk_full,
-    lock,
-    lockable,
-    release,
-)
+from teacher_cache.storage import environment
 
 # Named databases. `keys`: 16-byte text key -> row. `shards`: array name, 0, shard number -> ShardRecord.
 # `quarantine`: space, 0, row -> reason. `corpora`, `spaces`: name -> JSON. `meta`: b"rows" -> row count, and in
@@ -118,21 +107,21 @@ class Index:
         self.folder = folder
         self.writable = writable
         self.sealed_copy_of = sealed_copy_of
-        self._shared: Environment | None = None
+        self._shared: environment.Environment | None = None
         self._snapshot: tuple[Any, dict[str, Any]] | None = None
 
-    exists = staticmethod(exists)
-    lockable = staticmethod(lockable)
+    exists = staticmethod(environment.exists)
+    lockable = staticmethod(environment.lockable)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(Index, self.folder, writable=False, sealed_copy_of=self.sealed_copy_of), ()
 
-    def _environment(self) -> Environment:
+    def _environment(self) -> environment.Environment:
         if self._shared is not None and self._shared.pid != os.getpid():
             self._release()
         if self._shared is None:
             sealed = self.sealed_copy_of is not None
-            self._shared = acquire(self.folder, DATABASES, writable=self.writable, sealed=sealed)
+            self._shared = environment.acquire(self.folder, DATABASES, writable=self.writable, sealed=sealed)
             if self.sealed_copy_of is not None:
                 self._check_identity(self.sealed_copy_of)
         return self._shared
@@ -149,7 +138,7 @@ class Index:
     def _release(self) -> None:
         shared, self._shared = self._shared, None
         if shared is not None:
-            release(shared)
+            environment.release(shared)
 
     __del__ = _release
 
@@ -166,7 +155,7 @@ class Index:
             return
         shared = self._environment()
         try:
-            with lock, shared.begin() as txn:
+            with environment.lock, shared.begin() as txn:
                 yield txn, shared.databases
         except lmdb.Error as error:
             raise DamagedCache(f"the index at {self.folder} cannot be read: {error}; {shared.repair_hint}") from error
@@ -203,7 +192,7 @@ class Index:
         with self._reading() as (txn, databases):
             try:
                 # Address space only: the file takes less than the source does.
-                room = 2 * self.folder.joinpath(DATA).stat().st_size + FIRST_MAP_BYTES
+                room = 2 * self.folder.joinpath(environment.DATA).stat().st_size + environment.FIRST_MAP_BYTES
                 with lmdb.open(
                     str(path), subdir=False, lock=False, sync=False, map_size=room, max_dbs=len(databases)
                 ) as copy:
@@ -216,9 +205,8 @@ class Index:
                                     "`tcache reindex` rebuilds it"
                                 )
             except lmdb.Error as error:
-                if is_disk_full(error):
-                    raise disk_full(path.parent) from error
-                raise CacheError(f"the index at {self.folder} cannot be sealed: {error}") from error
+                failure = CacheError(f"the index at {self.folder} cannot be sealed: {error}")
+                raise environment.lmdb_failure(error, path.parent, failure) from error
 
     def commit(self, changes: Iterable[Change], *, keys: Sequence[bytes] = (), first_row: int = 0) -> None:
         """Apply all changes in one durable transaction; the map grows as needed.
@@ -239,7 +227,7 @@ class Index:
             changes.append(Change("meta", b"rows", row_value(first_row + len(keys))))
         entries = _sorted_entries(keys, first_row)
         shared = self._environment()
-        with lock:
+        with environment.lock:
             while True:
                 try:
                     self._apply(shared, changes, entries)
@@ -247,15 +235,14 @@ class Index:
                 except lmdb.MapFullError:
                     shared.env.set_mapsize(shared.env.info()["map_size"] * 2)
                 except lmdb.Error as error:
-                    if is_disk_full(error):
-                        raise disk_full(self.folder) from error
-                    raise CacheError(
+                    failure = CacheError(
                         f"the index at {self.folder} could not commit: {error}; what was committed before is "
                         "intact: run the same command again"
-                    ) from error
+                    )
+                    raise environment.lmdb_failure(error, self.folder, failure) from error
 
     @staticmethod
-    def _apply(shared: Environment, changes: list[Change], entries: list[tuple[bytes, bytes]]) -> None:
+    def _apply(shared: environment.Environment, changes: list[Change], entries: list[tuple[bytes, bytes]]) -> None:
         with shared.begin(write=True) as txn:
             with txn.cursor(db=shared.databases["keys"]) as cursor:
                 cursor.putmulti(entries)
@@ -344,10 +331,10 @@ def _sorted_entries(keys: Sequence[bytes], first_row: int) -> list[tuple[bytes, 
     return list(zip([keys[place] for place in order.tolist()], values, strict=True))
 
 
-def _fill(environment: Any, database: Any, entries: Iterator[tuple[bytes, bytes]]) -> bool:
+def _fill(copy: Any, database: Any, entries: Iterator[tuple[bytes, bytes]]) -> bool:
     """Append entries, a transaction at a time, so that pages are full. False if they are not in order."""
     while True:
-        with environment.begin(write=True) as txn, txn.cursor(db=database) as cursor:
+        with copy.begin(write=True) as txn, txn.cursor(db=database) as cursor:
             consumed, added = cursor.putmulti(islice(entries, SEALED_AT_A_TIME), append=True)
         if added < consumed:
             return False

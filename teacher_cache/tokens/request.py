@@ -15,19 +15,12 @@ ID, START, END, ROLE = range(4)
 
 @dataclass(frozen=True)
 class TokenShape:
-    """The sizes of a teacher with token-level outputs.
+    """The sizes of a teacher with token-level outputs."""
 
-    Attributes:
-        width: of a last hidden state.
-        layers: number of transformer blocks.
-        heads: attention heads per layer.
-        causal: a token attends only to the tokens before it.
-    """
-
-    width: int
+    width: int  # of a last hidden state
     layers: int
-    heads: int
-    causal: bool
+    heads: int  # per layer
+    causal: bool  # a token attends only to the tokens before it
 
 
 @dataclass(frozen=True)

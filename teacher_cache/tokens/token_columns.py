@@ -171,17 +171,11 @@ class StoredTokens:
 
 @dataclass
 class CheckedTokens:
-    """Converted token columns and the result of their check, by position.
+    """Converted token columns and the result of their check, by position."""
 
-    Attributes:
-        stored: the valid texts.
-        errors: a bound on the largest 1 - cos of their states.
-        quarantined: why a text must not be stored.
-    """
-
-    stored: dict[int, StoredTokens]
-    errors: dict[int, float]
-    quarantined: dict[int, str]
+    stored: dict[int, StoredTokens]  # of the valid texts
+    errors: dict[int, float]  # a bound on the largest 1 - cos of their states
+    quarantined: dict[int, str]  # why a text must not be stored
 
 
 class TokenColumns:

@@ -79,34 +79,22 @@ class Block:
 
 @dataclass(frozen=True)
 class VectorSource:
-    """Vectors to import, not yet checked.
-
-    Attributes:
-        corpus: the texts; row i of the vectors belongs to its i-th text, record by record.
-        vectors: `(n, d)` of any float type, memory-mapped.
-        keys: `(n, 16)` uint8; None if the source has none.
-    """
+    """Vectors to import, not yet checked; row i belongs to the i-th text of the corpus, record by record."""
 
     corpus: Corpus
-    vectors: npt.NDArray[Any]
-    keys: npt.NDArray[np.uint8] | None = None
+    vectors: npt.NDArray[Any]  # (n, d) of any float type, memory-mapped
+    keys: npt.NDArray[np.uint8] | None = None  # (n, 16)
     origin: Origin | None = None
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to read a source.
+    """How to read a source."""
 
-    Attributes:
-        corpus: texts of a source without texts.
-        text_key, vector_key: columns of a source with both.
-        file: temporary file for vectors that cannot be memory-mapped in place.
-    """
-
-    corpus: Corpus | None
-    text_key: str | Sequence[str]
+    corpus: Corpus | None  # texts of a source without texts
+    text_key: str | Sequence[str]  # columns of a source with both
     vector_key: str
-    file: IO[bytes]
+    file: IO[bytes]  # temporary, for vectors that cannot be memory-mapped in place
 
 
 def spool(matrices: Iterator[npt.NDArray[Any]], file: IO[bytes], where: str) -> npt.NDArray[Any]:
