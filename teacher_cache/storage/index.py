@@ -54,19 +54,12 @@ class Change:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Committed record of one shard.
+    """Committed record of one shard."""
 
-    Attributes:
-        digest: 16 bytes over the values of the present rows.
-        worst_error: largest 1 - cos between a stored row and the teacher output; 0 for texts.
-        size: of the shard file, in bytes.
-        present: `(shard_rows,)` bool.
-    """
-
-    digest: bytes
-    worst_error: float
-    size: int
-    present: npt.NDArray[np.bool_]
+    digest: bytes  # 16 bytes over the values of the present rows
+    worst_error: float  # largest 1 - cos between a stored row and the teacher output; 0 for texts
+    size: int  # of the shard file, in bytes
+    present: npt.NDArray[np.bool_]  # (shard_rows,)
 
     def pack(self) -> bytes:
         gaps = np.flatnonzero(~self.present)

@@ -90,12 +90,7 @@ def consecutive_runs(numbers: npt.NDArray[np.int64], *, cut: int | None = None) 
 
 
 class OpenShard:
-    """An open shard file and its chunk index.
-
-    Attributes:
-        entries: `(chunks, 2)` uint64, offset and length of each inner chunk; both `EMPTY` where none is stored.
-        size: of the file, in bytes.
-    """
+    """An open shard file and its chunk index."""
 
     def __init__(self, path: Path, chunks: int) -> None:
         self.path = path
@@ -112,6 +107,7 @@ class OpenShard:
             index = os.pread(self.file, trailer, self.size - trailer)
             if crc32c(index[:-4]) != index[-4:]:
                 raise DamagedCache(f"{path} is damaged: the checksum of its chunk index does not match")
+            # Offset and length of each inner chunk; both `EMPTY` where none is stored.
             self.entries = np.frombuffer(index[:-4], dtype="<u8").reshape(chunks, 2)
             self.stored = self.entries[:, 0] != EMPTY
             ends = self.entries[self.stored].sum(axis=1)

@@ -50,12 +50,10 @@ RUN_ROWS = 8
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """What was written.
+    """Digest and size in bytes of a written shard.
 
-    Attributes:
-        digest: 16 bytes over the values of the present rows, in row order. Absent rows and compression do not count,
-            so the digest also checks the older rows of a shard that gets more.
-        size: of the file, in bytes.
+    The digest is over the values of the present rows, in row order. Absent rows and compression do not count, so it
+    also checks the older rows of a shard that gets more.
     """
 
     digest: bytes

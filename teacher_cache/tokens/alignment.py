@@ -37,17 +37,11 @@ Pairs = list[tuple[int, int]]  # of a student and a teacher token
 
 @dataclass(frozen=True)
 class Alignment:
-    """The nonzero entries of an alignment matrix of S student and T teacher tokens, by student token.
-
-    Attributes:
-        student: `(n,)` int32.
-        teacher: `(n,)` int32.
-        weight: `(n,)` float32; the weights of one student token sum to 1.
-    """
+    """The n nonzero entries of an alignment matrix of S student and T teacher tokens, by student token."""
 
     student: npt.NDArray[np.int32]
     teacher: npt.NDArray[np.int32]
-    weight: npt.NDArray[np.float32]
+    weight: npt.NDArray[np.float32]  # the weights of one student token sum to 1
 
     @classmethod
     def from_pairs(cls, pairs: npt.NDArray[np.int32]) -> Self:

@@ -50,16 +50,11 @@ _CHECKED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """Definition of the token columns of a space.
-
-    Attributes:
-        storage: encoding of the states.
-        attention: layers of the attention maps, counted from 1 and ascending; None without attention.
-    """
+    """Definition of the token columns of a space."""
 
     shape: TokenShape
-    storage: str
-    attention: tuple[int, ...] | None = None
+    storage: str  # encoding of the states
+    attention: tuple[int, ...] | None = None  # layers of the maps, counted from 1 and ascending; None without attention
 
     @classmethod
     def resolve(

@@ -18,18 +18,12 @@ from teacher_cache.table.intake import map_file
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of exported vectors, written next to them.
-
-    Attributes:
-        storage: encoding of the space in its cache.
-        corpus: name of the exported corpus; None for a whole table.
-        worst_error: largest 1 - cos between a vector of the space and the teacher output.
-    """
+    """The origin of exported vectors, written next to them."""
 
     space: EmbeddingSpace
-    storage: str
-    corpus: str | None
-    worst_error: float
+    storage: str  # encoding of the space in its cache
+    corpus: str | None  # name of the exported corpus; None for a whole table
+    worst_error: float  # largest 1 - cos between a vector of the space and the teacher output
 
     @property
     def dtype(self) -> str:
