@@ -70,7 +70,7 @@ class RunCommand(click.Command):
             click.Option(
                 [f"--{field.name.replace('_', '-')}", field.name],
                 metavar=str(getattr(field.type, "__name__", field.type)).upper(),
-                help=f"{described.get(field.name, 'As in TrainingArguments.')}  [default: {field.default}]",
+                help=f"{described.get(field.name, 'A setting of training.')}  [default: {field.default}]",
             )
             for field in fields(TrainingConfig)
             if field.name != "arguments"
@@ -113,8 +113,8 @@ def run(
 ) -> None:
     """Train one student.
 
-    Settings come from RUN.yaml, then from flags, then from --set. The flags of the `training` settings have the names
-    of transformers' TrainingArguments. Run the same command again to resume after an interruption.
+    Settings come from RUN.yaml, then from flags, then from --set. The flags of the training settings have the names of
+    transformers' TrainingArguments where those exist. Run the same command again to resume after an interruption.
 
     \b
     Example:

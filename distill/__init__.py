@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distill.config import DataConfig as DataConfig
     from distill.config import EvaluationConfig as EvaluationConfig
+    from distill.config import ExportConfig as ExportConfig
     from distill.config import ObjectiveConfig as ObjectiveConfig
     from distill.config import RunConfig as RunConfig
     from distill.config import SharpnessConfig as SharpnessConfig
@@ -30,6 +31,7 @@ _PUBLIC = {
     "CachedLoss": "distill.training.loss",
     "DataConfig": "distill.config",
     "EvaluationConfig": "distill.config",
+    "ExportConfig": "distill.config",
     "Needs": "distill.objectives.base",
     "Objective": "distill.objectives.base",
     "ObjectiveConfig": "distill.config",

@@ -36,8 +36,8 @@ def load_class(name: str, table: Mapping[str, str], noun: str, base: type[Kind])
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(
-            f"{noun}: {name!r} must name a subclass of {base.__module__}.{base.__qualname__}, but {module_name!r} has "
-            f"{found!r}"
+            f"{noun}: {name!r} must name a subclass of {base.__module__}.{base.__qualname__}; {module_name} "
+            + (f"has no {class_name!r}" if found is None else f"has {found!r} there")
         )
     return found
 

@@ -242,7 +242,7 @@ def test_every_preset_of_an_objective_is_documented(objective: str) -> None:
 def test_sharpness_methods_and_their_options_are_those_of_the_table() -> None:
     from distill.sharpness import PRESETS
 
-    page = sections(DOCS / "training.md")["sharpness"].partition("The perturbation concentrates")[0]
+    page = sections(DOCS / "training.md")["sharpness"].partition("Little of the perturbation")[0]
     listed = {name: cells[-1] for name, cells in table(page).items()}
     assert listed.pop("none") == ""
     assert {

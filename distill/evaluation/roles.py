@@ -18,7 +18,7 @@ from teacher_cache.teachers.settings import options_for_space
 SpaceEncoder = CachedEncoder | ModelEncoder
 
 # What to do about a student that is not in its teacher's space.
-ADVICE = "train with export.projection=true, or evaluate without the asymmetric mode and approximation"
+ADVICE = "train with export.projection=true to compare them"
 # Role of the teacher -> the role of a model that it encodes as.
 MODEL_ROLES = {TEACHER: TEXT, TEACHER_QUERY: QUERY, TEACHER_DOCUMENT: DOCUMENT}
 

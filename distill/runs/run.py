@@ -108,9 +108,7 @@ def run(
     start = time.monotonic()
     config.check()
     if not config.cache or not config.output_dir:
-        raise ConfigError(
-            f"{'cache' if not config.cache else 'output_dir'} is not set; set it in the YAML file or a flag"
-        )
+        raise ConfigError("cache is not set (--cache)" if not config.cache else "output_dir is not set (--output-dir)")
     folder = Path(config.output_dir)
     _check_settings(folder, config)
     config = with_recorded_names(folder, config)

@@ -310,7 +310,7 @@ def student_options(config: StudentConfig) -> TeacherOptions:
         StudentError: the configuration names no model.
     """
     if not config.model:
-        raise StudentError("no student given: set student.model to a model folder or a hub id")
+        raise StudentError("no student given: set student.model (--student) to a model folder or a hub id")
     return TeacherOptions(
         model=config.model,
         backend="transformer",

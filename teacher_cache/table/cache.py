@@ -95,6 +95,8 @@ class TeacherCache:
             DamagedCache: its `cache.json` is invalid or its index is missing.
             CacheLocked: another process is writing (modes "r+" and "a").
         """
+        if mode not in ("r", "r+", "a"):
+            raise ValueError(f"mode is {mode!r}; expected 'r', 'r+' or 'a'")
         path = Path(path)
         if mode == "r":
             check_format(path)

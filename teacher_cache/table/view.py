@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -256,6 +256,9 @@ class SpaceView:
 
     def _missing(self, rows: npt.NDArray[np.int64]) -> MissingRows:
         missing = rows[~self.present(rows)]
+        count = self.index.rows()
+        if int(missing.max()) >= count:
+            return MissingRows(f"row {missing.max()} is outside the table of {count} rows{self.index.as_of}")
         return MissingRows(
             f"space {self.slug} has no vector for {len(missing)} of {len(rows)} rows, first row "
             f"{missing[0]}; `tcache build` with the same teacher fills it{self.index.as_of}"
@@ -342,6 +345,8 @@ def as_texts(texts: Sequence[str]) -> Sequence[str]:
     """
     if isinstance(texts, str | bytes):
         raise TypeError(f"expected a sequence of texts, found one {type(texts).__name__}: put it in a list")
+    if not isinstance(texts, Iterable):
+        raise TypeError(f"expected texts, found {type(texts).__name__}; `space.gather` reads rows by number")
     for place, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"expected texts, found {type(text).__name__} at position {place}")

@@ -275,7 +275,7 @@ def test_an_unknown_kind_of_task_is_an_error_with_the_nearest_name() -> None:
     ("target", "message"),
     [
         ("no_such_module:Thing", "no module 'no_such_module'"),
-        ("distill.evaluation.sts:Thing", "must name a subclass of .*Task, .* has None"),
+        ("distill.evaluation.sts:Thing", "must name a subclass of .*Task; .* has no 'Thing'"),
         ("distill.evaluation.base:Report", "must name a subclass"),
     ],
 )

@@ -88,6 +88,13 @@ def test_look_up_takes_a_sequence_of_strings(path: Path, texts: Any) -> None:
         cache.lookup(texts)
 
 
+def test_an_unknown_mode_is_refused_without_taking_the_lock(path: Path) -> None:
+    with pytest.raises(ValueError, match="mode is 'w'; expected 'r', 'r\\+' or 'a'"):
+        TeacherCache.open(path, "w")  # type: ignore[call-overload]
+    with TeacherCache.open(path, "a"):  # nobody holds the lock
+        pass
+
+
 # Vectors by text
 
 
@@ -182,6 +189,16 @@ def test_gather_fills_a_tensor_on_a_gpu(path: Path) -> None:
         torch.testing.assert_close(
             cache.space().gather([2, 0], out).cpu(), torch.from_numpy(cache.space().gather([2, 0]))
         )
+
+
+def test_rows_outside_the_table_are_named(path: Path) -> None:
+    with TeacherCache.open(path) as cache, pytest.raises(MissingRows, match="row 9999 is outside the table of 20 rows"):
+        cache.space().gather([0, 9999])
+
+
+def test_a_number_is_no_text(path: Path) -> None:
+    with TeacherCache.open(path) as cache, pytest.raises(TypeError, match="expected texts, found int"):
+        cache.space()[3]  # type: ignore[index]
 
 
 # A dataset
