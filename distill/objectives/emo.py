@@ -327,11 +327,7 @@ def _first(mask: Tensor, count: Tensor) -> Tensor:
 
 
 def _teacher_sizes(student: StudentShape, teacher: TeacherShape, count: int) -> tuple[int, int]:
-    """Layers of the teacher and width of its token states.
-
-    Raises:
-        ConfigError: only its sentence vectors are available.
-    """
+    """Layers of the teacher and width of its token states."""
     if teacher.layers is not None and teacher.token_dim is not None:
         return teacher.layers, teacher.token_dim
     top = range(student.layers - count + 1, student.layers + 1)

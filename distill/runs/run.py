@@ -278,11 +278,7 @@ def _describe(assembly: Assembly) -> dict[str, Any]:
 
 
 def _check_settings(folder: Path, config: RunConfig) -> None:
-    """Check that the folder is new, or has a run with the same settings.
-
-    Raises:
-        RunFolderError: it has another run, or other files.
-    """
+    """Check that the folder is new, or has a run with the same settings."""
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / CONFIG).exists():
@@ -298,12 +294,7 @@ def _check_settings(folder: Path, config: RunConfig) -> None:
 
 
 def _finished_record(folder: Path, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The record of this run if it is finished; None if it has to be trained.
-
-    Raises:
-        RunFolderError: the folder's run had other teacher vectors, texts, weights, validation files, precision or
-            number of processes.
-    """
+    """The record of this run if it is finished; None if it has to be trained."""
     before = read_record(folder)
     if before is None:
         return None

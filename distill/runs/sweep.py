@@ -257,11 +257,7 @@ def sweep(
 
 
 def _is_done(config: SweepConfig, planned: PlannedRun) -> bool:
-    """Whether the folder has this run, finished and, if the sweep has data, scored.
-
-    Raises:
-        RunFolderError: the folder has another run.
-    """
+    """Whether the folder has this run, finished and, if the sweep has data, scored."""
     if not is_finished(planned.folder):
         return False
     from distill.evaluation.scores import saved_scores
@@ -279,11 +275,7 @@ def _job(config: SweepConfig, planned: PlannedRun) -> Job:
 
 
 def _check_each(planned: Sequence[PlannedRun]) -> None:
-    """Check each run, and that no two are equal.
-
-    Raises:
-        ConfigError: with the name of the run.
-    """
+    """Check each run, and that no two are equal."""
     from distill.runs.run import check_run
 
     names: dict[str, str] = {}
@@ -300,11 +292,7 @@ def _check_each(planned: Sequence[PlannedRun]) -> None:
 
 
 def _names(points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
-    """A folder name for each `(given name, settings of the list, point of the grid)`.
-
-    Raises:
-        ConfigError: a given name is not valid as a folder name.
-    """
+    """A folder name for each `(given name, settings of the list, point of the grid)`."""
     names: list[str] = []
     for given, chosen, point in points:
         if given and not SAFE.fullmatch(given):

@@ -323,11 +323,7 @@ def student_options(config: StudentConfig) -> TeacherOptions:
 
 
 def _resolve_student(config: StudentConfig) -> TeacherSpec:
-    """The student as a resolved model.
-
-    Raises:
-        StudentError: the model is not found or not an encoder.
-    """
+    """The student as a resolved model."""
     try:
         return resolve(student_options(config))
     except TeacherError as error:
