@@ -229,9 +229,11 @@ def sweep(
     if waiting:
         since: dict[str, float] = {}
         done = finished_before
+        scoring = {"data": config.data, "tasks": config.tasks, "dtype": config.dtype}
+        jobs = [Job(one.name, {"config": asdict(one.config), **scoring}, one.log) for one in waiting]
         with (
             launcher(config.workers, config.parallel, config.gpus_per_run) as started,
-            closing(started.run([_job(config, one) for one in waiting])) as events,
+            closing(started.run(jobs)) as events,
         ):
             report(SweepProgress(done, len(planned), ()))
             for event in events:
@@ -267,11 +269,6 @@ def _is_done(config: SweepConfig, planned: PlannedRun) -> bool:
     if config.data is None:
         return True
     return saved_scores(planned.folder, Path(config.data), config.tasks, config.dtype) is not None
-
-
-def _job(config: SweepConfig, planned: PlannedRun) -> Job:
-    content = {"config": asdict(planned.config), "data": config.data, "tasks": config.tasks, "dtype": config.dtype}
-    return Job(planned.name, content, planned.log)
 
 
 def _check_each(planned: Sequence[PlannedRun]) -> None:
