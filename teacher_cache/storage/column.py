@@ -33,7 +33,7 @@ class Column:
         self._gappy: dict[int, ShardRecord] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Column, (self.index, self.name, self.array.folder, self.quarantine_name)
+        return type(self), (self.index, self.name, self.array.folder, self.quarantine_name)
 
     def record(self, number: int) -> ShardRecord | None:
         """The current record of a shard; None if it has no rows."""

@@ -107,7 +107,7 @@ class Index:
     lockable = staticmethod(environment.lockable)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(Index, self.folder, writable=False, sealed_copy_of=self.sealed_copy_of), ()
+        return partial(type(self), self.folder, writable=False, sealed_copy_of=self.sealed_copy_of), ()
 
     def _environment(self) -> environment.Environment:
         if self._shared is not None and self._shared.pid != os.getpid():

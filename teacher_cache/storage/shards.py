@@ -164,7 +164,7 @@ class ShardedArray:
         return cls(folder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardedArray, (self.folder,)
+        return type(self), (self.folder,)
 
     @property
     def rows(self) -> int:
