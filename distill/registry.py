@@ -17,9 +17,6 @@ def load_class(name: str, table: Mapping[str, str], noun: str, base: type[Kind])
     Args:
         noun: the kind, for messages: "analysis".
         base: the class must be a subclass of it.
-
-    Raises:
-        ConfigError: the name is unknown, the import fails, or the class is not a `base`.
     """
     module_name, colon, class_name = table.get(name, name).partition(":")
     if not (module_name and colon and class_name):
@@ -58,9 +55,6 @@ def construct(make: Callable[..., Kind], who: str, *arguments: Any, options: Map
 
     Args:
         who: begins the message: "objective talas".
-
-    Raises:
-        ConfigError: `make` does not have an option, or cannot use it; the nearest option is named.
     """
     try:
         return make(*arguments, **options, **given)

@@ -40,11 +40,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_record(folder: Path, name: str = RECORD) -> dict[str, Any] | None:
-    """A JSON record of the folder; None if it does not exist.
-
-    Raises:
-        RunFolderError: it is not JSON.
-    """
+    """A JSON record of the folder; None if it does not exist."""
     path = folder / name
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

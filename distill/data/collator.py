@@ -43,9 +43,6 @@ class Collator:
         stored_alignments: alignments of the cache; others are computed here and memorized.
         domains_of: maps record numbers of the corpus to domain numbers.
         online: encodes every batch, instead of the cache.
-
-    Raises:
-        StudentError: `needs` compares tokens, and the tokenizer returns no character offsets.
     """
 
     def __init__(

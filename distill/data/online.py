@@ -30,10 +30,6 @@ class OnlineTeacher:
         spec: of the teacher; its own request is replaced.
         request: token-level output to compute.
         internals: whether `encode_with_internals` will be called.
-
-    Raises:
-        TeacherError: it cannot be loaded or cannot fulfill the request.
-        NeedsNotMet: internals of a teacher that is not a transformers model.
     """
 
     def __init__(self, spec: TeacherSpec, request: TokenRequest | None = None, internals: bool = False) -> None:
@@ -66,9 +62,6 @@ class OnlineTeacher:
 
         Internals are constants on the teacher's device, in the order of the texts, padded with 0 to the longest text on
         `padding_side`, which may differ from the padding side of the teacher.
-
-        Raises:
-            NeedsNotMet: the batch took several passes, or the teacher was loaded without `internals`.
         """
         if self.network is None or not self._internals:
             raise NeedsNotMet("this online teacher was loaded without internals; load it with `internals`")
@@ -94,16 +87,7 @@ def load_online_teacher(
     *,
     trust_remote_code: bool = False,
 ) -> OnlineTeacher:
-    """The teacher of a cached space, loaded with the options of that space.
-
-    Args:
-        model: folder, hub id or short name.
-        space: of the cache.
-
-    Raises:
-        SpaceMismatch: `model` is not the teacher of the space.
-        TeacherError, NeedsNotMet: as `OnlineTeacher`.
-    """
+    """The teacher of a cached space, loaded with the options of that space."""
     options = TeacherOptions(model=model, device=device, trust_remote_code=trust_remote_code)
     return OnlineTeacher(resolve_for_space(space, options), request, internals)
 

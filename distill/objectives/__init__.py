@@ -22,12 +22,7 @@ OBJECTIVES: dict[str, str] = {
 
 
 def load_objective(name: str) -> "type[Objective]":
-    """The class of a name in `OBJECTIVES`, or of "package.module:Class".
-
-    Raises:
-        ConfigError: the name is unknown, the import fails, or the class is not an `Objective`.
-        MissingDependency: torch is not installed.
-    """
+    """The class of a name in `OBJECTIVES`, or of "package.module:Class"."""
     with optional_import(f"objective {name!r}"):
         from distill.objectives.base import Objective
 

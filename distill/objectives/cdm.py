@@ -70,9 +70,6 @@ class CDM(Objective):
             reduction: "mean" over the width as above, or "sum_dim", 2 - 2 cos.
             temperature: of InfoNCE.
             mask_duplicates: other rows of the same text are not negatives.
-
-        Raises:
-            ConfigError: an option out of its range, or a teacher without token states.
         """
         super().__init__()
         weights = {"simcse_weight": simcse_weight, "token_weight": token_weight, "sentence_weight": sentence_weight}
@@ -96,11 +93,7 @@ class CDM(Objective):
                 self.token_head = nn.Linear(student.dim, width, bias=False)
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The weighted terms, float32 scalars, with or without autocast.
-
-        Raises:
-            ConfigError: the alignment or token states are missing.
-        """
+        """The weighted terms, float32 scalars, with or without autocast."""
         terms: dict[str, Tensor] = {}
         pooled = student.view(0)[-1]
         with torch.autocast(pooled.device.type, enabled=False):

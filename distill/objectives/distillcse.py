@@ -80,9 +80,6 @@ class DistillCSE(Objective):
             head: "mlp" is a linear layer of the student's width, initialized as in BERT, and tanh; "none" trains the
                 pooled state itself.
             mask_duplicates: exclude other rows of the same text.
-
-        Raises:
-            ConfigError: an option out of its range.
         """
         super().__init__()
         check_weights({"simcse_weight": simcse_weight, "distill_weight": distill_weight})

@@ -101,9 +101,6 @@ class DSKD(Objective):
             learn_to_student: learn W', from the teacher's space into the student's; otherwise it stays random.
             temperature: of InfoNCE.
             mask_duplicates: other rows of the same text are not negatives.
-
-        Raises:
-            ConfigError: an option out of its range, or a teacher without token states.
         """
         super().__init__()
         weights = {"simcse_weight": simcse_weight, "sentence_weight": sentence_weight, "token_weight": token_weight}

@@ -126,9 +126,6 @@ class EMO(Objective):
             temperature: of InfoNCE.
             mask_duplicates: other rows of the same text are not negatives.
             views: view 2 is another dropout mask ("dropout") or the second text of a record ("pair").
-
-        Raises:
-            ConfigError: an option out of its range, or a teacher without token states and attention.
         """
         super().__init__()
         check("alpha", alpha, "a number from 0 to 1", isinstance(alpha, int | float) and 0 <= alpha <= 1)
@@ -178,11 +175,7 @@ class EMO(Objective):
         )
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The weighted terms, float32 scalars, with or without autocast.
-
-        Raises:
-            ConfigError: an input that `needs` names is missing.
-        """
+        """The weighted terms, float32 scalars, with or without autocast."""
         terms: dict[str, Tensor] = {}
         with torch.autocast(student.layers.device.type, enabled=False):
             if self.ira_weight:
@@ -240,11 +233,7 @@ class EMO(Objective):
 
 
 def layer_pairs(student: int, teacher: int, count: int, counted_from: str) -> tuple[tuple[int, int], ...]:
-    """(student layer, teacher layer) of the `count` top student layers, counted from 1, ascending.
-
-    Raises:
-        ConfigError: the teacher has fewer layers than the student.
-    """
+    """(student layer, teacher layer) of the `count` top student layers, counted from 1, ascending."""
     step = teacher // student
     if step == 0:
         raise ConfigError(

@@ -122,9 +122,6 @@ class Jasper(Objective):
             stage_one_epochs: first epochs that train only the heads.
             temperature: of InfoNCE.
             mask_duplicates: other rows of the same text are not negatives in InfoNCE.
-
-        Raises:
-            ConfigError: an option out of its range.
         """
         super().__init__()
         weights = {

@@ -73,9 +73,6 @@ class Leaf(Objective):
         Args:
             squared: use the mean of the squared distances.
             normalize: scale both vectors to unit length; None does unless the teacher is known not to.
-
-        Raises:
-            ConfigError: a weight below 0, or an added loss that does not fit the two models.
         """
         super().__init__()
         weights = {"minilm": minilm_weight, "tinybert": tinybert_weight, "distilbert": distilbert_weight}
@@ -98,11 +95,7 @@ class Leaf(Objective):
         self.stride = teacher.layers // student.layers if tinybert_weight and teacher.layers else 1
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
-        """The weighted terms, float32 scalars, with or without autocast.
-
-        Raises:
-            NeedsNotMet: token states that an added loss needs are missing.
-        """
+        """The weighted terms, float32 scalars, with or without autocast."""
         states = student.view(0)[-1]
         with torch.autocast(states.device.type, enabled=False):
             terms = {"leaf": self._distance(self.out(states.float()), teacher.vectors.detach().float())}

@@ -58,11 +58,7 @@ class RKD(Objective):
         normalize: bool = False,
         mask_duplicates: bool = True,
     ) -> None:
-        """See the module; `student` and `teacher` are unused.
-
-        Raises:
-            ConfigError: a weight below 0, or both 0.
-        """
+        """See the module; `student` and `teacher` are unused."""
         super().__init__()
         check_weights({"distance_weight": distance_weight, "angle_weight": angle_weight})
         self.distance_weight, self.angle_weight = distance_weight, angle_weight

@@ -34,9 +34,6 @@ class SimCSETerm:
 
     Attributes:
         mask_duplicates: other rows of the same text are not negatives.
-
-    Raises:
-        ConfigError: `temperature` is not a positive number.
     """
 
     weight: float
@@ -79,11 +76,7 @@ class SimCSE(Objective):
         temperature: float = 0.05,
         mask_duplicates: bool = True,
     ) -> None:
-        """See `info_nce`; `student` and `teacher` are unused.
-
-        Raises:
-            ConfigError: `temperature` is not a positive number.
-        """
+        """See `info_nce`; `student` and `teacher` are unused."""
         super().__init__()
         self.simcse = SimCSETerm(1.0, temperature, mask_duplicates)
 

@@ -86,9 +86,6 @@ class Talas(Objective):
             head: "learned" projects each anchored layer into the teacher's space; "identity" anchors the states
                 themselves (equal widths only).
             head_init_std: standard deviation of the heads' initial values.
-
-        Raises:
-            ConfigError: an option out of its range.
         """
         super().__init__()
         check_weights({"tamd_weight": tamd_weight, "lasd_weight": lasd_weight, "simcse_weight": simcse_weight})

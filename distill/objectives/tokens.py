@@ -24,11 +24,7 @@ def direction_loss(first: Tensor, second: Tensor, reduction: str, keep: Tensor |
 
 
 def token_width(teacher: TeacherShape, method: str) -> int:
-    """Width of the teacher's token states.
-
-    Raises:
-        ConfigError: it is unknown.
-    """
+    """Width of the teacher's token states."""
     if teacher.token_dim is None:
         raise ConfigError(
             f"objective {method} compares tokens, but the cache holds only sentence vectors of the teacher; add token "
@@ -38,11 +34,7 @@ def token_width(teacher: TeacherShape, method: str) -> int:
 
 
 def token_states(student: StudentOutput, teacher: TeacherTargets, method: str) -> tuple[TokenStates, TokenStates]:
-    """Token states of student and teacher.
-
-    Raises:
-        ConfigError: either is missing.
-    """
+    """Token states of student and teacher."""
     if student.tokens is None or teacher.tokens is None:
         raise ConfigError(f"objective {method} was given no token states, of the student or of the teacher")
     return student.tokens, teacher.tokens

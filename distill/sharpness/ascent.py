@@ -88,9 +88,6 @@ class SharpnessAware:
             rho: radius, > 0, in the norm of eps / T.
             eta: >= 0, added to |w| under "kwon".
             every: steps divisible by it have an ascent, the others are plain.
-
-        Raises:
-            ConfigError: an option out of its range, or `eta` with another scaling.
         """
         check_choice("scaling", scaling, SCALINGS, of="sharpness")
         check_positive("rho", rho, of="sharpness")

@@ -54,9 +54,6 @@ class AscentLoss:
 
         Args:
             terms: the objective's terms of this batch.
-
-        Raises:
-            ConfigError: a name is not that of a term, there is no term, or DISAM has no domains.
         """
         if not terms:
             raise ConfigError(

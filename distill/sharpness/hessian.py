@@ -66,9 +66,6 @@ class Hessian(ABC):
 
         Args:
             vector: `(size,)`, with dtype and device of the parameters.
-
-        Raises:
-            NonFiniteLoss: the product is NaN or infinite.
         """
         parts = vector.split([parameter.numel() for parameter in self.parameters])
         shaped = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]

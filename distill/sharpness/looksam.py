@@ -47,9 +47,6 @@ class LookSam(SharpnessAware):
         Args:
             every: k.
             alpha: >= 0, length of the correction relative to that of the gradient.
-
-        Raises:
-            ConfigError: an option out of its range.
         """
         super().__init__(named_parameters, scaling="none", rho=rho, every=every)
         check_weight("alpha", alpha, of="sharpness")
@@ -93,11 +90,7 @@ class LookSam(SharpnessAware):
         return {self._names[parameter]: kept for parameter, kept in self._direction.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the direction.
-
-        Raises:
-            RunFolderError: names or shapes are not those of the parameters.
-        """
+        """Restore the direction."""
         shapes = {name: parameter.shape for parameter, name in self._names.items()}
         for name, kept in state.items():
             if shapes.get(name) != kept.shape:

@@ -41,11 +41,7 @@ class SharpnessMixin:
     def ascent_loss(
         self: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss that pass 1 ascends, and the whole loss at the weights, None if it was not computed.
-
-        Raises:
-            ConfigError: the method needs the terms of the loss, which this trainer does not provide.
-        """
+        """The loss that pass 1 ascends, and the whole loss at the weights, None if it was not computed."""
         if self.sharpness.ascent_loss is not None:
             raise ConfigError(
                 "sharpness: ascent_terms and disam need the terms of the loss and domains, which DistillTrainer "

@@ -35,11 +35,7 @@ class MomentumSam(SharpnessAware):
         self._optimizer: torch.optim.Optimizer | None = None
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the optimizer.
-
-        Raises:
-            ConfigError: it has no momentum.
-        """
+        """Set the optimizer."""
         if not (optimizer.defaults.get("betas") or optimizer.defaults.get("momentum")):
             raise _no_momentum(optimizer)
         self._optimizer = optimizer

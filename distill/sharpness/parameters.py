@@ -20,9 +20,6 @@ def select_parameters(
     Args:
         model: the model, or its named parameters.
         selection: "all"; "student", all but the objective's projections; "norms", `norm_parameters`.
-
-    Raises:
-        ConfigError: an unknown or empty selection, or "norms" without the model.
     """
     check_choice("parameters", selection, SELECTIONS, of="sharpness")
     named = list(model.named_parameters()) if isinstance(model, nn.Module) else list(model)

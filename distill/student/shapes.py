@@ -136,11 +136,7 @@ def has_shape(name: str) -> bool:
 
 
 def find_shape(name: str) -> Shape:
-    """The sizes of `shape:NAME`, of NAME, of a hub id or of its last part.
-
-    Raises:
-        StudentError: unknown name.
-    """
+    """The sizes of `shape:NAME`, of NAME, of a hub id or of its last part."""
     found = _find(name)
     if found is None:
         plain = name.removeprefix(PREFIX).lower()
@@ -151,11 +147,7 @@ def find_shape(name: str) -> Shape:
 
 
 def shape_config(name: str) -> "PretrainedConfig":
-    """transformers' configuration of these sizes, to build a model with random weights or none.
-
-    Raises:
-        StudentError: unknown name.
-    """
+    """transformers' configuration of these sizes, to build a model with random weights or none."""
     from transformers import AutoConfig
 
     shape = find_shape(name)

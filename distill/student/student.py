@@ -79,12 +79,14 @@ class Student(nn.Module):
         self._takes_embeddings = positions_known and "inputs_embeds" in signature(encoder.forward).parameters
 
     @classmethod
-    def load(cls, config: StudentConfig) -> Self:
-        """The student of a run configuration, in float32.
+    def load(cls, config: StudentConfig | str) -> Self:
+        """The student of a run configuration, or of a folder or hub id, in float32.
 
         Raises:
             StudentError: the model is not found, is not an encoder, or lacks weights.
         """
+        if isinstance(config, str):
+            config = StudentConfig(model=config)
         spec = _resolve_student(config)
         try:
             encoder = load_encoder(spec.model_folder.encoder, torch.float32, torch.device("cpu"), spec.options)
@@ -290,11 +292,7 @@ def token_states(
 
 
 def student_shape(config: StudentConfig) -> StudentShape:
-    """The sizes of a student from its files; loads no weights.
-
-    Raises:
-        StudentError: the model is not found or not an encoder.
-    """
+    """The sizes of a student from its files; loads no weights."""
     spec = _resolve_student(config)
     try:
         shape = spec.model_folder.token_shape()
@@ -304,11 +302,7 @@ def student_shape(config: StudentConfig) -> StudentShape:
 
 
 def student_options(config: StudentConfig) -> TeacherOptions:
-    """The model options of a student, in float32.
-
-    Raises:
-        StudentError: the configuration names no model.
-    """
+    """The model options of a student, in float32."""
     if not config.model:
         raise StudentError("no student given: set student.model (--student) to a model folder or a hub id")
     return TeacherOptions(

@@ -23,10 +23,6 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
 
     Args:
         objective: None trains all of the student in every epoch.
-
-    Raises:
-        ConfigError: Trainer does not accept an argument, or the run is too short to train the student.
-        MissingDependency: the library of an 8-bit optimizer is not installed.
     """
     training = config.training
     if "bnb" in training.optim and find_spec("bitsandbytes") is None:

@@ -38,11 +38,7 @@ class Assembly:
 
     @classmethod
     def load(cls, config: RunConfig, cache: TeacherCache) -> Self:
-        """Load the student's weights, and initialize the objective's from the run's seed.
-
-        Raises:
-            KnownError: something is missing, or does not fit together.
-        """
+        """Load the student's weights, and initialize the objective's from the run's seed."""
         from transformers import set_seed
 
         targets, manifest = Targets(config, cache), cache.corpus(config.corpus)

@@ -169,11 +169,7 @@ class _CachedTokens:
         )
 
     def batch(self, ids: Tensor, rows: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """`special`, `teacher_tokens` and `alignment` of `Collator`, for texts with these `(B, t)` token ids.
-
-        Raises:
-            StudentError: the ids are not those of the texts of these rows.
-        """
+        """`special`, `teacher_tokens` and `alignment` of `Collator`, for texts with these `(B, t)` token ids."""
         stored = self._columns.gather_stored(rows, attention=self._maps)
         no_vectors = np.empty((len(rows), 0), dtype=np.float32)
         batch = self._collator(Batch(self._cache.texts(rows), rows, no_vectors, rows, list(stored)))
@@ -191,11 +187,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def student_shape(model: "SentenceTransformer") -> StudentShape:
-    """Sizes of a student for its objective.
-
-    Raises:
-        StudentError: it is not a transformer, a supported pooling and optionally Normalize.
-    """
+    """Sizes of a student for its objective."""
     kinds = [type(module).__name__ for module in model]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise StudentError(

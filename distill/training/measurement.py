@@ -42,11 +42,7 @@ class StepTime:
 
 
 class StepTimer:
-    """Times successive steps and their parts.
-
-    Attributes:
-        steps: the steps that ended, in order.
-    """
+    """Times successive steps and their parts."""
 
     def __init__(self, device: "torch.device | None" = None) -> None:
         """Create a timer without steps.
@@ -108,9 +104,6 @@ def cycle_means(values: Iterable[float], cycle: int) -> list[float]:
 
     Sharpness-aware steps with an ascent at every k-th step cost more at those steps; the mean over k steps does not
     depend on where the first group begins.
-
-    Raises:
-        ValueError: the number of values is not a multiple of `cycle`.
     """
     means: list[float] = np.array(list(values), dtype=np.float64).reshape(-1, cycle).mean(axis=1).tolist()
     return means

@@ -30,12 +30,7 @@ HELD_OUT_SHARE = 8
 
 
 def build_objective(config: RunConfig, student: StudentShape, targets: Targets) -> Objective:
-    """The objective of a configuration, with newly initialized projections.
-
-    Raises:
-        ConfigError: it does not have a preset or option, or a value is invalid.
-        NeedsNotMet: it compares tokens, but several spaces are named.
-    """
+    """The objective of a configuration, with newly initialized projections."""
     chosen = config.objective
     kind = load_objective(chosen.name)
     options: dict[str, Any] = {}
@@ -61,11 +56,7 @@ def build_sharpness(config: RunConfig, model: torch.nn.Module) -> SharpnessAware
 
 
 def learned_projection(config: RunConfig, objective: Objective) -> Tensor | None:
-    """The `(d_T, d_s)` projection to export with the student; None without `export.projection`.
-
-    Raises:
-        ConfigError: the objective learns none.
-    """
+    """The `(d_T, d_s)` projection to export with the student; None without `export.projection`."""
     if not config.export.projection:
         return None
     projection = objective.projection()
@@ -89,9 +80,6 @@ def held_out_rows(
 
     Rows are drawn, not texts: a cache that is built again may give the same texts other rows, so a run records
     `held_out_digest`. Second texts of pairs are drawn too; a record with any held-out text is not trained on.
-
-    Args:
-        without: rows not to draw, because they have no vector.
     """
     rows = manifest.distinct_rows(table_rows)
     if without is not None and len(without):
@@ -122,14 +110,7 @@ def held_out_digest(cache: TeacherCache, rows: npt.NDArray[np.int64]) -> str:
 
 
 def check_held_out(folder: Path, record: Mapping[str, Any], digest: str) -> None:
-    """Check that a run's held-out texts are still the same.
-
-    Args:
-        record: of the run; one without a digest passes.
-
-    Raises:
-        RunFolderError: they changed, because the cache was built again or other rows are quarantined.
-    """
+    """Check that a run's held-out texts are still the same."""
     known = record.get("corpus", {}).get("held_out_digest")
     if known not in (None, digest):
         raise RunFolderError(

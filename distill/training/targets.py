@@ -32,9 +32,6 @@ class Targets:
     Attributes:
         space: of the cache; several named spaces are read as one.
         shape: sizes of the teacher, including token states if the space has them or the teacher is online.
-
-    Raises:
-        KnownError: there is no such space, or several with an online teacher.
     """
 
     def __init__(self, config: RunConfig, cache: TeacherCache) -> None:
@@ -52,11 +49,7 @@ class Targets:
         self.shape = teacher_shape(self.space, tokens)
 
     def check(self, objective: Objective, manifest: Manifest) -> None:
-        """Check, before anything is written, that the needs of an objective are met.
-
-        Raises:
-            NeedsNotMet, CacheError: something is missing; the message says how to add it.
-        """
+        """Check, before anything is written, that the needs of an objective are met."""
         sharpness, corpus = self.config.sharpness, manifest.record
         if sharpness.name in NEED_DOMAINS:
             manifest.domains_of(np.zeros(0, dtype=np.int64))
@@ -195,14 +188,7 @@ def attention_layers(objective: Objective) -> tuple[int, ...]:
 
 
 def require_tokens(who: str, objective: Objective, space: SpaceView | JointSpace) -> TokenColumns:
-    """The token columns of a space, checked for what the objective compares.
-
-    Args:
-        who: begins the message.
-
-    Raises:
-        NeedsNotMet: something is missing; the message says how to add it.
-    """
+    """The token columns of a space, checked for what the objective compares."""
     needs, layers = objective.needs, attention_layers(objective)
     if isinstance(space, JointSpace):
         raise NeedsNotMet(joint_space_message(who))

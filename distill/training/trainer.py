@@ -48,11 +48,7 @@ class Distillation(nn.Module):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Enable non-reentrant activation checkpointing, which sharpness-aware steps need.
-
-        Raises:
-            ConfigError: the encoder does not support it.
-        """
+        """Enable non-reentrant activation checkpointing, which sharpness-aware steps need."""
         encoder: Any = self.student.encoder
         kwargs = {**(activation_checkpointing_kwargs or {}), "use_reentrant": False}
         try:
@@ -76,11 +72,7 @@ class Distillation(nn.Module):
         alignment: Tensor | None = None,
         ascent_loss: AscentLoss | None = None,
     ) -> dict[str, Any]:
-        """`loss`, the sum of the objective's terms, and `terms` by name; the arguments are those of `Collator`.
-
-        Args:
-            ascent_loss: adds "ascent_loss", which a sharpness-aware step ascends instead of the loss.
-        """
+        """`loss`, the sum of the objective's terms, and `terms` by name; the arguments are those of `Collator`."""
         views = input_ids.shape[0] // vectors.shape[0]
         copies = 1 if self.training else _identical_views(input_ids, attention_mask, views)
         input_ids, attention_mask = (part[: len(part) // copies] for part in (input_ids, attention_mask))
@@ -130,9 +122,6 @@ class DistillTrainer(SharpnessMixin, Trainer):
 
     With a `validation` the student that would be exported is scored every `evaluation.steps` and after the last step;
     a new best is saved, and kept until there is a better one. Validation does not change the weights.
-
-    Raises:
-        ConfigError: the setup would silently change sharpness or a batch-coupled loss.
     """
 
     optimizer: Any
@@ -242,11 +231,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
                 loader.dataset.close()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Parameter groups of student and projections, with their learning rates; weight decay on all.
-
-        Raises:
-            ConfigError: Trainer cannot create the optimizer.
-        """
+        """Parameter groups of student and projections, with their learning rates; weight decay on all."""
         if self.optimizer is None:
             training, distillation = self.config.training, self.model
             groups = [
@@ -357,11 +342,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         return is_best
 
     def load_step(self, step: int) -> None:
-        """Load the weights of a step's checkpoint, after training.
-
-        Raises:
-            RunFolderError: the checkpoint is missing or incomplete.
-        """
+        """Load the weights of a step's checkpoint, after training."""
         if step == self.state.global_step:
             return
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{step}"
@@ -373,11 +354,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         load_model(self.model, str(checkpoint / WEIGHTS))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint, after a check of the free space.
-
-        Raises:
-            DiskFull: it does not fit; the libraries that write it report a full disk in different ways.
-        """
+        """Save a checkpoint, after a check of the free space."""
         # Float32 weights, their two moments of Adam, and the state of sharpness; the rest is small.
         needed = 3 * 4 * sum(parameter.numel() for parameter in self.model.parameters())
         kept = {} if self.sharpness is None else self.sharpness.state_dict()
@@ -405,11 +382,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
 
 
 def check_disk_space(folder: Path, needed: int, what: str) -> None:
-    """Check that the disk has room for `needed` bytes.
-
-    Raises:
-        DiskFull: it does not.
-    """
+    """Check that the disk has room for `needed` bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DiskFull(

@@ -59,6 +59,11 @@ def test_the_shape_has_width_layers_and_pooling(tiny_student: Path) -> None:
     assert (shape.dim, shape.layers, shape.pooling) == (16, 2, "cls")
 
 
+def test_a_student_loads_from_a_folder_name(tiny_student: Path) -> None:
+    by_name, by_config = Student.load(str(tiny_student)), Student.load(StudentConfig(model=str(tiny_student)))
+    assert by_name.shape == by_config.shape
+
+
 def test_a_student_loads_in_float32_and_training_mode(tiny_student: Path) -> None:
     student = Student.load(StudentConfig(model=str(tiny_student)))
     assert student.training
