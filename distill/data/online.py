@@ -62,6 +62,9 @@ class OnlineTeacher:
 
         Internals are constants on the teacher's device, in the order of the texts, padded with 0 to the longest text on
         `padding_side`, which may differ from the padding side of the teacher.
+
+        Raises:
+            NeedsNotMet: the batch took several passes, or the teacher was loaded without `internals`.
         """
         if self.network is None or not self._internals:
             raise NeedsNotMet("this online teacher was loaded without internals; load it with `internals`")
