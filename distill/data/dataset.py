@@ -38,6 +38,11 @@ class CachedDataset(Dataset[Batch]):
         left_out: rows to exclude from training; records with these texts are skipped. They need no vector.
         pairs: return the second text of each record too.
         tokens: "states" returns token states too, "attention" attention maps as well.
+
+    Raises:
+        MissingRows: a text of the corpus has no vector, or no tokens if requested, in the space.
+        ConfigError: `pairs` for a corpus with one column, or all records are excluded.
+        DamagedCache: a text does not match its key.
     """
 
     def __init__(
@@ -126,6 +131,9 @@ class ShuffledDataset(Dataset[Batch]):
     """The records of a dataset by their position in shuffled epochs, as `StreamingSampler` counts them.
 
     Each loading process reads a window at a time, ahead of use. Any position can be requested.
+
+    Args:
+        by_length: batch texts of similar length.
     """
 
     def __init__(self, dataset: CachedDataset, order: WindowedShuffle, *, by_length: bool = False) -> None:
@@ -170,7 +178,11 @@ class ShuffledDataset(Dataset[Batch]):
 
 
 def check_pairs(manifest: Manifest) -> None:
-    """Check that the records of a corpus have two texts."""
+    """Check that the records of a corpus have two texts.
+
+    Raises:
+        ConfigError: they have one.
+    """
     if len(manifest.record.columns) < 2:
         raise ConfigError(
             f"views=pair needs two texts per record, but corpus {manifest.record.name!r} has only the "

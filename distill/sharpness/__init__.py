@@ -40,7 +40,13 @@ __all__ = ["PRESETS", "AscentLoss", "LookSam", "MomentumSam", "Preset", "Sharpne
 
 @dataclass(frozen=True)
 class Preset:
-    """A named method."""
+    """A named method.
+
+    Attributes:
+        description: one line.
+        options: its options, with the values of its paper or code.
+        fixed: arguments of `kind` that define the method.
+    """
 
     description: str
     options: Mapping[str, Any]
@@ -105,6 +111,9 @@ def build_sharpness(
         options: override the preset's values unless None: `rho` radius, `eta` added to |w|, `every` k,
             `parameters` one of `SELECTIONS`, `ascent_terms` names of the terms that the first pass ascends, `alpha` of
             looksam, `variance_weight` of disam.
+
+    Raises:
+        ConfigError: the name is unknown, the method does not have an option, or a value is out of range.
     """
     unknown = sorted(options.keys() - set(OPTIONS))
     if unknown:

@@ -18,6 +18,10 @@ def capture_internals(model: Any) -> Iterator[list[Internals]]:
 
     The model is switched permanently to eager attention. Gradients flow if enabled. Attention maps are those before
     dropout, so that rows sum to 1 in training too. Padding is on the side of the batch and has arbitrary values.
+
+    Raises:
+        NeedsNotMet: the model has grouped-query attention, or does not return one hidden state per layer.
+        TeacherError: the attention of the model cannot be recorded.
     """
     make_recordable(model)
     passes: list[Internals] = []

@@ -17,7 +17,11 @@ _EXPANDABLE = "expandable_segments"
 
 
 def save_memory(student: Student, training: TrainingConfig) -> None:
-    """Apply the memory settings to a student and the GPU allocator; Trainer enables activation checkpointing."""
+    """Apply the memory settings to a student and the GPU allocator; Trainer enables activation checkpointing.
+
+    Raises:
+        ConfigError: the word embeddings are to be frozen, but are unknown.
+    """
     student.recompute_micro_batches = training.memory == "low"
     if training.freeze_embeddings:
         if student.word_embeddings is None:

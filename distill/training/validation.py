@@ -23,7 +23,11 @@ UNUSABLE = {
 
 
 class Validation:
-    """Scores a student on the validation files of labeled tasks; test files are never opened."""
+    """Scores a student on the validation files of labeled tasks; test files are never opened.
+
+    Attributes:
+        tasks: each scored on `NAME_validation.csv`.
+    """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = list(tasks)
@@ -31,7 +35,13 @@ class Validation:
 
     @classmethod
     def from_config(cls, config: EvaluationConfig) -> "Validation | None":
-        """The validation of a configuration; None without a folder. No file is read yet."""
+        """The validation of a configuration; None without a folder. No file is read yet.
+
+        Raises:
+            ConfigError: a task's validation file cannot select a checkpoint.
+            EvaluationError: a task is unknown, or files are missing.
+            MissingDependency: scikit-learn or SciPy is absent.
+        """
         if not config.data:
             return None
         unfit = [name for name in config.tasks or () if name in UNUSABLE]
@@ -45,7 +55,11 @@ class Validation:
         return cls(nine_tasks(Path(config.data), names, split="validation"))
 
     def read(self) -> dict[str, str]:
-        """Digests by file name; reads every file, so that a malformed one is refused before training."""
+        """Digests by file name; reads every file, so that a malformed one is refused before training.
+
+        Raises:
+            EvaluationError: a file is malformed.
+        """
         for task in self.tasks:
             task.inputs()
         return file_digests(self.tasks)
