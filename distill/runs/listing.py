@@ -6,6 +6,8 @@ so that listing is fast and works without torch and the optional libraries.
 
 import ast
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,16 +42,11 @@ def _assigned(node: ast.Module | ast.ClassDef | ast.FunctionDef, name: str) -> a
     return next(found.value for found in assignments if found.value and ast.unparse(found.target) == name)
 
 
-def _summaries(table: Mapping[str, str]) -> dict[str, str]:
-    """The first paragraph of each docstring on one line."""
+def _summaries(module: str, registry: str) -> dict[str, str]:
+    """The first paragraph of the docstring of each member of a registry, on one line."""
+    table: Mapping[str, str] = getattr(import_module(module), registry)
     docstrings = {name: ast.get_docstring(_definition(address)) or "" for name, address in table.items()}
     return {name: " ".join(docstring.partition("\n\n")[0].split()) for name, docstring in docstrings.items()}
-
-
-def _objectives() -> dict[str, str]:
-    from distill.objectives import OBJECTIVES
-
-    return _summaries(OBJECTIVES)
 
 
 def _presets() -> dict[str, str]:
@@ -75,12 +72,6 @@ def _sharpness() -> dict[str, str]:
     return {"none": "One pass per step, without an ascent.", **found}
 
 
-def _teachers() -> dict[str, str]:
-    from teacher_cache.teachers import BACKENDS
-
-    return _summaries(BACKENDS)
-
-
 def _families() -> dict[str, str]:
     from teacher_cache.teachers.families import FAMILIES
 
@@ -100,18 +91,6 @@ def _tasks() -> dict[str, str]:
     }
     domains = {"in": "in-domain", "out": "out-of-domain"}
     return {name: f"{kind}, {metrics[kind]}, {domains[domain]}" for name, (kind, domain) in NINE.items()}
-
-
-def _analyses() -> dict[str, str]:
-    from distill.analyses import ANALYSES
-
-    return _summaries(ANALYSES)
-
-
-def _exports() -> dict[str, str]:
-    from distill.export import EXPORTS
-
-    return _summaries(EXPORTS)
 
 
 def _shapes() -> dict[str, str]:
@@ -136,14 +115,14 @@ def _encodings() -> dict[str, str]:
 
 
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
-    "objectives": _objectives,
+    "objectives": partial(_summaries, "distill.objectives", "OBJECTIVES"),
     "presets": _presets,
     "sharpness": _sharpness,
-    "teachers": _teachers,
+    "teachers": partial(_summaries, "teacher_cache.teachers", "BACKENDS"),
     "families": _families,
     "tasks": _tasks,
-    "analyses": _analyses,
-    "exports": _exports,
+    "analyses": partial(_summaries, "distill.analyses", "ANALYSES"),
+    "exports": partial(_summaries, "distill.export", "EXPORTS"),
     "shapes": _shapes,
     "encodings": _encodings,
 }
