@@ -195,8 +195,9 @@ def test_a_resumed_run_has_the_same_weights_and_record(
     assert metrics(tmp_path / "run") == metrics(finished)
     mine = json.loads((tmp_path / "run" / "run.json").read_text())
     theirs = json.loads((finished / "run.json").read_text())
-    differing = {"seconds", "cost"} | ({"resumed_from"} if stop > 1 else set())
-    assert {key for key in mine if mine[key] != theirs[key]} == differing
+    differing = {"resumed_from"} if stop > 1 else set()
+    # What was measured may come out equal by chance.
+    assert {key for key in mine if mine[key] != theirs[key]} - {"seconds", "cost"} == differing
 
 
 def test_a_run_killed_after_its_last_checkpoint_is_only_exported(
