@@ -15,6 +15,7 @@ CACHED, ONLINE = "cached", "online"
 # Ratios are to this method.
 BASELINE = "talas"
 DEFAULT_METHODS = (
+    "cosine",
     "talas",
     "talas+asam",
     "talas+norm-one-view",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 OBJECTIVES: dict[str, str] = {
     "cdm": "distill.objectives.cdm:CDM",
+    "cosine": "distill.objectives.cosine:Cosine",
     "distillcse": "distill.objectives.distillcse:DistillCSE",
     "dskd": "distill.objectives.dskd:DSKD",
     "emo": "distill.objectives.emo:EMO",

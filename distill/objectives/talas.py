@@ -28,15 +28,15 @@ Under gradient accumulation LASD and SimCSE see one micro-batch at a time.
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distill.errors import ConfigError
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
-from distill.objectives.options import check_choice, check_count, check_positive, check_weights
+from distill.objectives.heads import make_heads
+from distill.objectives.options import check_choice, check_count, check_weights
 from distill.objectives.simcse import SimCSETerm
 
 VIEWS = ("dropout", "pair")
-HEADS = ("learned", "identity")
 
 
 class Talas(Objective):
@@ -89,14 +89,7 @@ class Talas(Objective):
         """
         super().__init__()
         check_weights({"tamd_weight": tamd_weight, "lasd_weight": lasd_weight, "simcse_weight": simcse_weight})
-        check_positive("head_init_std", head_init_std)
         check_choice("views", views, VIEWS)
-        check_choice("head", head, HEADS)
-        if head == "identity" and student.dim != teacher.dim:
-            raise ConfigError(
-                f"objective option head: 'identity' needs equal widths; the student's is {student.dim} and the "
-                f"teacher's {teacher.dim}"
-            )
         layers = student.layers
         check_count("anchored_layers", anchored_layers, 1, layers, f"a student of {layers} layers")
 
@@ -109,12 +102,7 @@ class Talas(Objective):
         if lasd_weight:
             self.first_aligned = _first_aligned(student, start_layer, depth)
         self.in_teacher_space = head == "identity" and bool(tamd_weight)
-        anchored = range(anchored_layers if tamd_weight else 0)
-        self.heads = nn.ModuleList(
-            nn.Linear(student.dim, teacher.dim, bias=False) if head == "learned" else nn.Identity() for _ in anchored
-        )
-        for projection in self.heads.parameters():
-            nn.init.normal_(projection, std=head_init_std)
+        self.heads = make_heads(anchored_layers if tamd_weight else 0, student, teacher, head, head_init_std)
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
         """The weighted terms, float32 scalars, with or without autocast."""

@@ -1,0 +1,34 @@
+"""Heads that map the student's pooled states into the teacher's space."""
+
+from torch import nn
+
+from distill.errors import ConfigError
+from distill.objectives.base import StudentShape, TeacherShape
+from distill.objectives.options import check_choice, check_positive
+
+HEADS = ("learned", "identity")
+
+
+def make_heads(count: int, student: StudentShape, teacher: TeacherShape, head: str, init_std: float) -> nn.ModuleList:
+    """`count` bias-free maps from `(.., d_s)` to `(.., d_T)`.
+
+    Args:
+        head: the option `head`: "learned", or "identity", which has no parameters.
+        init_std: the option `head_init_std`, the standard deviation of the initial values.
+
+    Raises:
+        ConfigError: an option is invalid, or the widths differ with "identity".
+    """
+    check_positive("head_init_std", init_std)
+    check_choice("head", head, HEADS)
+    if head == "identity" and student.dim != teacher.dim:
+        raise ConfigError(
+            f"objective option head: 'identity' needs equal widths; the student's is {student.dim} and the teacher's "
+            f"{teacher.dim}"
+        )
+    heads = nn.ModuleList(
+        nn.Linear(student.dim, teacher.dim, bias=False) if head == "learned" else nn.Identity() for _ in range(count)
+    )
+    for weight in heads.parameters():
+        nn.init.normal_(weight, std=init_std)
+    return heads
