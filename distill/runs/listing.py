@@ -114,6 +114,12 @@ def _encodings() -> dict[str, str]:
     }
 
 
+def _recipes() -> dict[str, str]:
+    from distill.config.recipes import recipes
+
+    return recipes()
+
+
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
     "objectives": partial(_summaries, "distill.objectives", "OBJECTIVES"),
     "presets": _presets,
@@ -125,4 +131,5 @@ KINDS: dict[str, Callable[[], dict[str, str]]] = {
     "exports": partial(_summaries, "distill.export", "EXPORTS"),
     "shapes": _shapes,
     "encodings": _encodings,
+    "recipes": _recipes,
 }

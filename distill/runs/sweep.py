@@ -159,7 +159,7 @@ class SweepConfig:
                 raise ConfigError("the sweep sets output_dir; leave it out")
             for key, value in changes.items():
                 put(values, key.replace("-", "_"), deepcopy(value))
-            config: RunConfig = build_config(RunConfig, values, "")
+            config = RunConfig.from_values(values)
             config = replace(config, output_dir=str(Path(self.output_dir) / name))
             config.check()
             if not config.cache:

@@ -178,4 +178,4 @@ def test_a_run_prints_teacher_corpus_student_and_method_before_training(short_ru
     assert printed[0].startswith("teacher: toy · mean pooling · no prompt")
     assert printed[1] == "corpus: sentences, 349 of 400 records to train on, 45 texts held out"
     assert printed[2].startswith("student: tiny-bert · 2 layers of 16 · mean pooling")
-    assert printed[3] == "method: talas, sharpness norm-one-view, fp32"
+    assert printed[3] == "method: cosine, sharpness none, fp32"

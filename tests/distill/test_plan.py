@@ -46,7 +46,7 @@ def traced(
     layers: int = 2,
 ) -> Trace:
     """A traced step of a small student on texts of one length."""
-    config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "sharpness.name=none", *overrides])
+    config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "objective.name=talas", *overrides])
     student = student_model(config.student).with_attention(attention)
     student.config.num_hidden_layers = layers
     return trace(config, student, TEACHER, [length] * texts, device=device, precision=precision)
@@ -55,7 +55,7 @@ def traced(
 @lru_cache
 def published(*overrides: str, attention: str | None = "eager") -> Trace:
     """BERT-base, 32 texts of 64 tokens in two views, half precision, a teacher 2,560 wide."""
-    config = RunConfig.load(None, ["student.model=shape:bert-base", *overrides])
+    config = RunConfig.load(None, ["student.model=shape:bert-base", "objective.name=talas", *overrides])
     student = student_model(config.student).with_attention(attention)
     return trace(config, student, TeacherShape(2560, True), [64] * 32, device="cuda", precision="fp16")
 

@@ -317,7 +317,7 @@ def test_a_run_is_not_resumed_with_another_sharpness(toy_cache: Path, tiny_stude
     with pytest.raises(Stopped):
         run(asam, report=stop_at(3))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(RunFolderError, match=r"sharpness\.name: 'asam' there, 'norm-one-view' now"):
+    with pytest.raises(RunFolderError, match=r"sharpness\.name: 'asam' there, 'none' now"):
         run(replace(asam, sharpness=SharpnessConfig()))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert run(asam).steps == 6
@@ -438,7 +438,9 @@ def test_an_objective_on_tokens_is_an_error_if_the_cache_has_none(
 
 def test_single_options_override_the_preset(toy_cache: Path, tiny_student: Path) -> None:
     shape = student_shape(tiny_config(toy_cache, tiny_student, Path("x")).student)
-    config = RunConfig.load(None, ["objective.preset=official", "objective.options.temperature=0.2"])
+    config = RunConfig.load(
+        None, ["objective.name=talas", "objective.preset=official", "objective.options.temperature=0.2"]
+    )
     with TeacherCache.open(toy_cache) as cache:
         objective: Any = build_objective(config, shape, Targets(config, cache))
     assert (objective.simcse.mask_duplicates, objective.simcse.temperature) == (False, 0.2)

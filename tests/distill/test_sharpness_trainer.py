@@ -304,11 +304,11 @@ def test_norm_one_view_is_norm_only_without_the_terms_that_compare_views(
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
 
 
-def test_the_default_is_an_ascent_of_one_view_at_every_second_step(
+def test_norm_one_view_is_an_ascent_of_one_view_at_every_second_step(
     parted_cache: Path, tiny_student: Path, tmp_path: Path
 ) -> None:
-    config = tiny_config(parted_cache, tiny_student, tmp_path, "training.max_steps=3")
-    made = parts(replace(config, sharpness=RunConfig().sharpness))
+    config = tiny_config(parted_cache, tiny_student, tmp_path, "sharpness.name=norm-one-view", "training.max_steps=3")
+    made = parts(config)
     rows: list[int] = []
     made.student.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
     trainer = made.trainer()

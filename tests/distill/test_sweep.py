@@ -52,7 +52,7 @@ def base(toy_cache: Path, tiny_student: Path) -> dict[str, Any]:
         "cache": str(toy_cache),
         "corpus": "sentences",
         "student": {"model": str(tiny_student)},
-        "sharpness": {"name": "none"},
+        "objective": {"name": "talas"},
         "data": {"window": 256},
         "training": {
             "max_steps": 3,

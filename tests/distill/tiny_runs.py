@@ -20,7 +20,7 @@ from teacher_cache.table.cache import TeacherCache
 
 
 def tiny_config(cache: Path, student: Path, folder: Path, *overrides: str) -> RunConfig:
-    """A run with 7 batches per epoch on "few", in float32, without sharpness; `overrides` come last."""
+    """A run with 7 batches per epoch on "few", in float32, of TALAS without sharpness; `overrides` come last."""
     return RunConfig.load(
         None,
         [
@@ -28,6 +28,7 @@ def tiny_config(cache: Path, student: Path, folder: Path, *overrides: str) -> Ru
             f"student.model={student}",
             f"output_dir={folder}",
             "corpus=few",
+            "objective.name=talas",
             "sharpness.name=none",
             "data.window=64",
             "training.per_device_train_batch_size=9",
