@@ -224,7 +224,8 @@ class ExportConfig:
 
     Attributes:
         format: a name of `distill list exports`.
-        projection: append the learned projection, so that vectors lie in the teacher's space.
+        projection: append the learned projection, so that vectors lie in the teacher's space; nothing is appended if
+            they do without one.
         normalize: append a normalization to unit length.
     """
 

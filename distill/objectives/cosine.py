@@ -33,12 +33,12 @@ class Cosine(Objective):
 
         Args:
             head: "learned" projects the student's vector into the teacher's space; "identity" trains the vector
-                itself (equal widths only).
+                itself (equal widths only); "auto" is "identity" for equal widths, else "learned".
             head_init_std: standard deviation of the head's initial values.
         """
         super().__init__()
         self.head = make_heads(1, student, teacher, head, head_init_std)[0]
-        self.in_teacher_space = head == "identity"
+        self.in_teacher_space = self.projection() is None
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
         """The term, a float32 scalar, with or without autocast."""

@@ -6,14 +6,15 @@ from distill.errors import ConfigError
 from distill.objectives.base import StudentShape, TeacherShape
 from distill.objectives.options import check_choice, check_positive
 
-HEADS = ("learned", "identity")
+HEADS = ("learned", "identity", "auto")
 
 
 def make_heads(count: int, student: StudentShape, teacher: TeacherShape, head: str, init_std: float) -> nn.ModuleList:
     """`count` bias-free maps from `(.., d_s)` to `(.., d_T)`.
 
     Args:
-        head: the option `head`: "learned", or "identity", which has no parameters.
+        head: the option `head`: "learned"; "identity", which has no parameters; or "auto", identity if the widths are
+            equal, else learned.
         init_std: the option `head_init_std`, the standard deviation of the initial values.
 
     Raises:
@@ -21,13 +22,15 @@ def make_heads(count: int, student: StudentShape, teacher: TeacherShape, head: s
     """
     check_positive("head_init_std", init_std)
     check_choice("head", head, HEADS)
-    if head == "identity" and student.dim != teacher.dim:
+    equal = student.dim == teacher.dim
+    if head == "identity" and not equal:
         raise ConfigError(
             f"objective option head: 'identity' needs equal widths; the student's is {student.dim} and the teacher's "
             f"{teacher.dim}"
         )
+    learned = head == "learned" or (head == "auto" and not equal)
     heads = nn.ModuleList(
-        nn.Linear(student.dim, teacher.dim, bias=False) if head == "learned" else nn.Identity() for _ in range(count)
+        nn.Linear(student.dim, teacher.dim, bias=False) if learned else nn.Identity() for _ in range(count)
     )
     for weight in heads.parameters():
         nn.init.normal_(weight, std=init_std)

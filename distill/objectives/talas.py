@@ -84,7 +84,7 @@ class Talas(Objective):
             views: view 2 is the same text with another dropout mask ("dropout"), or the second text of a record
                 ("pair"). Teacher vectors and text ids are of the first text either way.
             head: "learned" projects each anchored layer into the teacher's space; "identity" anchors the states
-                themselves (equal widths only).
+                themselves (equal widths only); "auto" is "identity" for equal widths, else "learned".
             head_init_std: standard deviation of the heads' initial values.
         """
         super().__init__()
@@ -101,8 +101,8 @@ class Talas(Objective):
         self.first_aligned = 0
         if lasd_weight:
             self.first_aligned = _first_aligned(student, start_layer, depth)
-        self.in_teacher_space = head == "identity" and bool(tamd_weight)
         self.heads = make_heads(anchored_layers if tamd_weight else 0, student, teacher, head, head_init_std)
+        self.in_teacher_space = bool(tamd_weight) and self.projection() is None
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
         """The weighted terms, float32 scalars, with or without autocast."""

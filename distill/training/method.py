@@ -56,15 +56,13 @@ def build_sharpness(config: RunConfig, model: torch.nn.Module) -> SharpnessAware
 
 
 def learned_projection(config: RunConfig, objective: Objective) -> Tensor | None:
-    """The `(d_T, d_s)` projection to export with the student; None without `export.projection`."""
-    if not config.export.projection:
+    """The `(d_T, d_s)` projection to export with the student; None without `export.projection`.
+
+    None too if the student's own vectors are in the teacher's space, which need no projection.
+    """
+    if not config.export.projection or objective.in_teacher_space:
         return None
     projection = objective.projection()
-    if projection is None and objective.in_teacher_space:
-        raise ConfigError(
-            f"export.projection is set, but with these options objective {config.objective.name} trains the student's "
-            "own vectors in the teacher's space; set export.projection=false"
-        )
     if projection is None:
         raise ConfigError(
             f"export.projection is set, but objective {config.objective.name} learned no projection into the "

@@ -51,3 +51,13 @@ def test_it_is_the_anchor_of_talas_for_one_layer_from_equal_initial_values() -> 
 def test_an_identity_head_needs_equal_widths() -> None:
     with pytest.raises(ConfigError, match="equal widths; the student's is 3 and the teacher's 2"):
         Cosine(STUDENT, TEACHER, head="identity")
+
+
+@pytest.mark.parametrize("make", [Cosine, Talas])
+def test_an_auto_head_is_learned_only_between_different_widths(make: type[Cosine] | type[Talas]) -> None:
+    equal = make(StudentShape(2, 2, "mean"), TEACHER, head="auto")
+    assert equal.in_teacher_space
+    assert equal.projection() is None
+    other = make(STUDENT, TEACHER, head="auto")
+    assert not other.in_teacher_space
+    assert other.projection() is not None
