@@ -69,6 +69,7 @@ HEAVY = {
         "distill.training.loss",
         "distill.training.arguments",
         "distill.training.callbacks",
+        "distill.training.head_init",
         "distill.training.method",
         "distill.training.trainer",
         "distill.analyses.trained_run",

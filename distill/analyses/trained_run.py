@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_model
 
 from distill.config import RunConfig, StudentConfig
+from distill.data.dataset import CachedDataset
 from distill.errors import RunFolderError
+from distill.objectives.base import Objective
 from distill.run_folder import CONFIG, FINAL, RECORD, is_finished, read_record
 from distill.student.student import Student, student_shape
 from distill.training.checkpoints import WEIGHTS, checkpoint_step, complete_checkpoints
+from distill.training.head_init import fit_heads
 from distill.training.method import build_objective, check_held_out, held_out_digest, held_out_rows, with_recorded_names
 from distill.training.targets import Targets
 from distill.training.trainer import Distillation
@@ -111,11 +114,14 @@ class TrainedRun:
         return model.eval()
 
     def initial(self) -> Distillation:
-        """Student and objective before the first step, with the same random projections."""
+        """Student and objective before the first step, with the same initial projections."""
         student = Student.load(self.config.student)
         self._require("weights", student)
         self._require("tokenizer", student)
-        return self._distillation(student).eval()
+        model = self._distillation(student)
+        if self.config.training.head_init == "least_squares":
+            fit_heads(student, model.objective, self._training_records(model.objective), self.config.training.seed)
+        return model.eval()
 
     def held_out_rows(self) -> npt.NDArray[np.int64]:
         """Ascending rows of the held-out texts."""
@@ -143,8 +149,7 @@ class TrainedRun:
             size: records per batch; a last batch of a single record is dropped, as losses compare texts.
         """
         objective = model.objective
-        skipped = self.targets.skipped_rows(objective)
-        dataset = self.targets.dataset(self.manifest, objective, np.union1d(self._held_out(skipped), skipped))
+        dataset = self._training_records(objective)
         collator = self.targets.collator(self.manifest, objective, model.student)
         chosen = np.random.default_rng(seed).permutation(len(dataset))[:texts]
         for start in range(0, len(chosen), size):
@@ -185,6 +190,10 @@ class TrainedRun:
         with torch.random.fork_rng():
             torch.manual_seed(self.config.training.seed)  # as `run` seeds it before the first random weight
             return Distillation(student, build_objective(self.config, student.shape, self.targets))
+
+    def _training_records(self, objective: Objective) -> CachedDataset:
+        skipped = self.targets.skipped_rows(objective)
+        return self.targets.dataset(self.manifest, objective, np.union1d(self._held_out(skipped), skipped))
 
     def _held_out(self, skipped: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         rows = held_out_rows(self.config, self.manifest, self.cache.rows, without=skipped)

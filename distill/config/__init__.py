@@ -57,6 +57,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
 CHOICES = {
     "teacher.mode": ("cached", "online"),
     "training.precision": ("auto", "bf16", "fp16", "fp32"),
+    "training.head_init": ("random", "least_squares"),
     "training.memory": ("default", "low"),
     "evaluation.keep": ("best", "last"),
 }
@@ -160,6 +161,8 @@ class TrainingConfig:
 
     Attributes:
         head_learning_rate: learning rate of the objective's projections.
+        head_init: initial values of the heads that map pooled states to the teacher's vectors: "random", as the
+            objective defines them, or a "least_squares" fit of the untrained student to the teacher.
         lr_scheduler_type: a name of transformers', or "linear_cycles": linear decay, repeated `cycles` times.
         min_lr_rate: final share of the learning rate of a cosine "with_min_lr", and of each cycle.
         precision: "auto" is bf16 if the hardware supports it, else fp16 on a GPU and fp32 on a CPU.
@@ -177,6 +180,7 @@ class TrainingConfig:
     gradient_accumulation_steps: int = 1
     learning_rate: float = 4e-4
     head_learning_rate: float = 2e-3
+    head_init: str = "random"
     weight_decay: float = 0.01
     warmup_ratio: float = 0.06
     lr_scheduler_type: str = "cosine_with_min_lr"

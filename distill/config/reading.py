@@ -129,16 +129,14 @@ def _dotted_keys(kind: type, prefix: str) -> Iterator[str]:
 
 
 def _suggestion(key: str, prefix: str, siblings: Sequence[str], known: Sequence[str]) -> str:
-    """The same name in other groups, else the nearest in this group, in any, or one that ends with it."""
+    """The same name in other groups, else the nearest in any, in this group first, or one that ends with it."""
     names: dict[str, list[str]] = {}
     for dotted in known:
         names.setdefault(dotted.rpartition(".")[2], []).append(dotted)
     if key in names:
         return f"did you mean {' or '.join(names[key])}?"
-    if near := difflib.get_close_matches(key, siblings, n=1):
-        return f"did you mean {prefix}{near[0]}?"
-    if near := difflib.get_close_matches(key, names, n=1):
-        return f"did you mean {' or '.join(names[near[0]])}?"
+    if near := difflib.get_close_matches(key, {*siblings, *names}, n=1):
+        return f"did you mean {prefix + near[0] if near[0] in siblings else ' or '.join(names[near[0]])}?"
     if longer := [dotted for name in names if name.endswith(f"_{key}") for dotted in names[name]]:
         return f"did you mean {' or '.join(longer)}?"
     return f"known here: {', '.join(siblings)}"

@@ -207,6 +207,8 @@ class Objective(nn.Module):
     head_only_epochs: float = 0.0
     # Whether some student parameters never get a gradient.
     has_unused_parameters: bool = False
+    # Whether the loss depends on the lengths of heads' outputs and targets, not only on their directions.
+    compares_lengths: bool = False
 
     @abstractmethod
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
@@ -215,6 +217,10 @@ class Objective(nn.Module):
     def projection(self) -> Tensor | None:
         """`(d_T, d_s)` weight that maps student vectors into the teacher's space; None if none is learned."""
         return None
+
+    def linear_heads(self) -> dict[int, nn.Linear]:
+        """Linear maps from the pooled state of a student layer, by its number, to the teacher's vector."""
+        return {}
 
     def advance(self, epoch: float) -> None:
         """Set the number of epochs done, before every step; for methods that train in stages."""

@@ -84,6 +84,7 @@ class CDM(Objective):
             tokens=bool(token_weight),
             alignment=alignment if token_weight else None,
         )
+        self.last_layer = student.layers
         self.head = nn.Linear(student.dim, teacher.dim, bias=False) if sentence_weight else None
         # None if it is shared: safetensors stores a weight with two names only once.
         self.token_head: nn.Linear | None = None
@@ -110,6 +111,9 @@ class CDM(Objective):
     def projection(self) -> Tensor | None:
         """`(d_T, d_s)` weight W; None without the sentence term."""
         return None if self.head is None else self.head.weight
+
+    def linear_heads(self) -> dict[int, nn.Linear]:
+        return {} if self.head is None else {self.last_layer: self.head}
 
     def _tokens(self, head: nn.Linear, student: StudentOutput, teacher: TeacherTargets) -> Tensor:
         mine, theirs = token_states(student, teacher, "cdm")

@@ -11,10 +11,10 @@ once, and no term compares texts, so batches may be split without changing the l
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distill.objectives.base import Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
-from distill.objectives.heads import make_heads
+from distill.objectives.heads import linear_heads, make_heads
 
 
 class Cosine(Objective):
@@ -39,6 +39,7 @@ class Cosine(Objective):
         super().__init__()
         self.head = make_heads(1, student, teacher, head, head_init_std)[0]
         self.in_teacher_space = self.projection() is None
+        self.last_layer = student.layers
 
     def forward(self, student: StudentOutput, teacher: TeacherTargets) -> dict[str, Tensor]:
         """The term, a float32 scalar, with or without autocast."""
@@ -50,3 +51,6 @@ class Cosine(Objective):
     def projection(self) -> Tensor | None:
         """`(d_T, d_s)` weight of the head; None if none is learned."""
         return next(self.head.parameters(), None)
+
+    def linear_heads(self) -> dict[int, nn.Linear]:
+        return linear_heads([self.head], self.last_layer)

@@ -110,6 +110,7 @@ class DSKD(Objective):
         self.simcse = SimCSETerm(simcse_weight, temperature, mask_duplicates)
         self.token_weight, self.sentence_weight, self.reduction = token_weight, sentence_weight, reduction
         self.needs = Needs(views=self.simcse.views, tokens=bool(token_weight))
+        self.last_layer = student.layers
         self.to_teacher = linear(student.dim, teacher.dim) if sentence_weight else None
         if not sentence_weight:
             self.register_buffer("to_student", None)
@@ -148,3 +149,6 @@ class DSKD(Objective):
     def projection(self) -> Tensor | None:
         """`(d_T, d_s)` weight W; None without the sentence term."""
         return None if self.to_teacher is None else self.to_teacher.weight
+
+    def linear_heads(self) -> dict[int, nn.Linear]:
+        return {} if self.to_teacher is None else {self.last_layer: self.to_teacher}

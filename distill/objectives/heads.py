@@ -1,5 +1,7 @@
 """Heads that map the student's pooled states into the teacher's space."""
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from distill.errors import ConfigError
@@ -35,3 +37,8 @@ def make_heads(count: int, student: StudentShape, teacher: TeacherShape, head: s
     for weight in heads.parameters():
         nn.init.normal_(weight, std=init_std)
     return heads
+
+
+def linear_heads(heads: Iterable[nn.Module], first_layer: int) -> dict[int, nn.Linear]:
+    """The learned ones of heads of successive layers, by layer."""
+    return {layer: head for layer, head in enumerate(heads, first_layer) if isinstance(head, nn.Linear)}

@@ -147,6 +147,7 @@ class Jasper(Objective):
         self.needs = Needs(views=self.simcse.views)
         self.head_only_epochs, self.in_stage_one = float(stage_one_epochs), False
         self.prefixes = sorted({width for width in prefixes if width < teacher.dim}, reverse=True)
+        self.last_layer = student.layers
         self.head = nn.Linear(student.dim, teacher.dim, bias=bias)
         related = matryoshka == "heads" and (similarity_weight or triplet_weight)
         self.short_heads = nn.ModuleList(
@@ -172,6 +173,9 @@ class Jasper(Objective):
     def projection(self) -> Tensor | None:
         """`(d_T, d_s)` weight of the head; None if it has a bias, without which vectors would differ."""
         return self.head.weight if self.head.bias is None else None
+
+    def linear_heads(self) -> dict[int, nn.Linear]:
+        return {self.last_layer: self.head}
 
     def _terms(self, pooled: Tensor, target: Tensor) -> dict[str, Tensor]:
         projected = unit(self.head(pooled))

@@ -87,6 +87,8 @@ class Leaf(Objective):
         self.needs = Needs(
             tokens=bool(added), same_tokens=bool(added), internals=bool(minilm_weight or tinybert_weight)
         )
+        self.compares_lengths = not self.normalize
+        self.last_layer = student.layers
         self.out = nn.Linear(student.dim, teacher.dim, bias=False)
         self.token_map: nn.Module = nn.Identity()
         if (tinybert_weight or distilbert_weight) and teacher.token_dim not in (None, student.dim):
@@ -106,6 +108,9 @@ class Leaf(Objective):
     def projection(self) -> Tensor | None:
         """`(d_T, d_s)` weight of W_out."""
         return self.out.weight
+
+    def linear_heads(self) -> dict[int, nn.Linear]:
+        return {self.last_layer: self.out}
 
     def _distance(self, projected: Tensor, target: Tensor) -> Tensor:
         if self.normalize:

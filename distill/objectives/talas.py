@@ -28,11 +28,11 @@ Under gradient accumulation LASD and SimCSE see one micro-batch at a time.
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distill.errors import ConfigError
 from distill.objectives.base import Needs, Objective, StudentOutput, StudentShape, TeacherShape, TeacherTargets, unit
-from distill.objectives.heads import make_heads
+from distill.objectives.heads import linear_heads, make_heads
 from distill.objectives.options import check_choice, check_count, check_weights
 from distill.objectives.simcse import SimCSETerm
 
@@ -120,6 +120,9 @@ class Talas(Objective):
         """`(d_T, d_s)` weight of the last layer's head; None if none is learned."""
         heads = list(self.heads.parameters())
         return heads[-1] if heads else None
+
+    def linear_heads(self) -> dict[int, nn.Linear]:
+        return linear_heads(self.heads, self.first_anchored)
 
     def _anchoring(self, layers: Tensor, target: Tensor) -> Tensor:
         projected = torch.stack(

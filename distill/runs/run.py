@@ -136,6 +136,8 @@ def run(
             _write(folder / CONFIG, config.to_yaml())
             _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
         _announce(announce, record, len(dataset), checkpoint_step(checkpoint))
+        if checkpoint is None and (fitted := assembly.fit_heads(dataset)):
+            announce(f"heads: least squares on {fitted:,} texts")
         before = _agreement(student, cache, space, held_out)
         if checkpoint is None or not trainer.restore(checkpoint):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

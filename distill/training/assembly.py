@@ -12,6 +12,7 @@ from distill.data.collator import Collator
 from distill.data.dataset import CachedDataset
 from distill.objectives.base import Objective
 from distill.student.student import Student
+from distill.training.head_init import fit_heads
 from distill.training.method import build_objective, build_sharpness
 from distill.training.targets import Targets
 from distill.training.trainer import Distillation, DistillTrainer
@@ -56,6 +57,12 @@ class Assembly:
         """
         left_out = self.skipped if held_out is None else np.union1d(held_out, self.skipped)
         return self.targets.dataset(self.manifest, self.objective, left_out)
+
+    def fit_heads(self, dataset: CachedDataset) -> int:
+        """Start the heads by least squares if `training.head_init` says so; returns the texts of the fit, or 0."""
+        if self.config.training.head_init != "least_squares":
+            return 0
+        return fit_heads(self.student, self.objective, dataset, self.config.training.seed)
 
     def collator(self) -> Collator:
         """The collator of these records; loads an online teacher."""

@@ -42,11 +42,17 @@ def build_objective(config: RunConfig, student: StudentShape, targets: Targets) 
         options |= kind.presets[chosen.preset]
     options |= chosen.options
     try:
-        return construct(kind, f"objective {chosen.name}", student, targets.shape, options=options)
+        objective = construct(kind, f"objective {chosen.name}", student, targets.shape, options=options)
     except ConfigError as error:  # its advice to build token columns does not help with several spaces
         if isinstance(targets.space, JointSpace) and kind.needs.tokens:
             raise NeedsNotMet(joint_space_message(f"objective {chosen.name}")) from error
         raise
+    if config.training.head_init == "least_squares" and not objective.linear_heads():
+        raise ConfigError(
+            f"training.head_init=least_squares fits heads to the teacher's vectors, but objective {chosen.name} with "
+            "these options has none; set training.head_init=random"
+        )
+    return objective
 
 
 def build_sharpness(config: RunConfig, model: torch.nn.Module) -> SharpnessAware | None:
