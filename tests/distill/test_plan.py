@@ -233,8 +233,9 @@ def test_every_objective_can_be_traced(objective: str) -> None:
     config = RunConfig.load(
         None, ["student.model=shape:minilm-l3-h384", f"objective.name={objective}", "sharpness.name=none"]
     )
-    teacher = teacher_model("shape:mpnet-base").teacher_shape
-    found = trace(config, student_model(config.student), teacher, [9, 7, 4], device="cuda", precision="fp16")
+    student, teacher = student_model(config.student), teacher_model("shape:mpnet-base").teacher_shape
+    student.config.num_hidden_layers = 2
+    found = trace(config, student, teacher, [9, 7, 4], device="cuda", precision="fp16")
     assert found.peak > 16 * found.parameters
     assert found.flops > 0
 
@@ -243,6 +244,7 @@ def test_an_online_teacher_counts_in_memory_and_flops() -> None:
     config = RunConfig.load(None, ["student.model=shape:minilm-l3-h384", "sharpness.name=none"])
     student, teacher = student_model(config.student), teacher_model("multilingual-e5-small")
     arguments: dict[str, Any] = {"device": "cuda", "precision": "fp16"}
+    student.config.num_hidden_layers = teacher.config.num_hidden_layers = 2
     cached = trace(config, student, teacher.teacher_shape, [16] * 4, **arguments)
     with_teacher = trace(config, student, teacher.teacher_shape, [16] * 4, online=teacher, **arguments)
     weights = sum(parameter.numel() for parameter in _meta(teacher).parameters())
@@ -406,6 +408,7 @@ def test_sampled_lengths_are_named_as_an_assumption(
 ) -> None:
     config = tiny_config(toy_cache, tiny_student, tmp_path, "sharpness.name=none")
     monkeypatch.setattr("distill.plan.lengths.SAMPLED_TEXTS", 20)
+    monkeypatch.setattr("distill.plan.estimate.trace", lambda *step, **options: traced())
     found = plan(config, suggest=False)
     assert any("20 sampled texts; the others may be longer" in line for line in found.assumptions)
 
