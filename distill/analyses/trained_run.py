@@ -8,7 +8,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_model
 
 from distill.config import RunConfig, StudentConfig
 from distill.data.dataset import CachedDataset
@@ -16,7 +15,8 @@ from distill.errors import RunFolderError
 from distill.objectives.base import Objective
 from distill.run_folder import CONFIG, FINAL, RECORD, is_finished, read_record
 from distill.student.student import Student, student_shape
-from distill.training.checkpoints import WEIGHTS, checkpoint_step, complete_checkpoints
+from distill.training.averaging import load_student
+from distill.training.checkpoints import checkpoint_step, complete_checkpoints
 from distill.training.head_init import fit_heads
 from distill.training.method import build_objective, check_held_out, held_out_digest, held_out_rows, with_recorded_names
 from distill.training.targets import Targets
@@ -99,7 +99,10 @@ class TrainedRun:
         return found
 
     def load(self, checkpoint: Path | None = None) -> Distillation:
-        """Student and objective at a checkpoint, by default the exported one: float32, CPU, evaluation mode."""
+        """Student and objective at a checkpoint, by default the exported one: float32, CPU, evaluation mode.
+
+        Of a run that averages weights, the averaged ones.
+        """
         chosen = checkpoint or self._exported()
         source = self._any_student()
         student = Student.load(source)
@@ -107,7 +110,7 @@ class TrainedRun:
             self._require("tokenizer", student)
         model = self._distillation(student)
         try:
-            load_model(model, str(chosen / WEIGHTS))
+            load_student(model, chosen)
         except (RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())[:200]
             raise RunFolderError(f"{chosen} does not hold the weights of this run: {reason}") from error

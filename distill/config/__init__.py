@@ -46,6 +46,8 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "training.min_lr_rate": (0, 1),
     "training.weight_decay": (0, None),
     "training.max_grad_norm": (0, None),
+    "training.ema_decay": (0, 1),
+    "training.soup": (1, None),
     "training.seed": (0, None),
     "training.dataloader_num_workers": (0, None),
     "training.save_steps": (1, None),
@@ -165,6 +167,8 @@ class TrainingConfig:
             objective defines them, or a "least_squares" fit of the untrained student to the teacher.
         lr_scheduler_type: a name of transformers', or "linear_cycles": linear decay, repeated `cycles` times.
         min_lr_rate: final share of the learning rate of a cosine "with_min_lr", and of each cycle.
+        ema_decay: decay of an exponential moving average of the weights, which is scored and exported; 0 is none.
+        soup: score and export the mean of the weights at the last checkpoints, this many; 1 is the last alone.
         precision: "auto" is bf16 if the hardware supports it, else fp16 on a GPU and fp32 on a CPU.
         memory: "low" recomputes activations block by block in the backward pass: same gradients, slower steps.
         optim: a name of transformers'; "adamw_bnb_8bit" keeps Adam's states in 8 bits.
@@ -187,6 +191,8 @@ class TrainingConfig:
     min_lr_rate: float = 0.1
     cycles: int = 1
     max_grad_norm: float = 0.0
+    ema_decay: float = 0.0
+    soup: int = 1
     precision: str = "auto"
     memory: str = "default"
     optim: str = "adamw_torch_fused"
@@ -311,6 +317,7 @@ class RunConfig:
                 f"training.cycles is {training.cycles}, which needs training.lr_scheduler_type=linear_cycles; found "
                 f"{training.lr_scheduler_type}"
             )
+        self._check_averages()
         if training.max_steps < 1 and training.max_steps != -1:
             raise ConfigError(f"training.max_steps is {training.max_steps}; expected at least 1, or -1 for epochs")
         if training.max_steps == -1 and not 0 < training.num_train_epochs < math.inf:
@@ -339,6 +346,18 @@ class RunConfig:
                 raise ConfigError(f"training.arguments.{name} has its own key; set {keys[name]} instead")
             if name in UNSUPPORTED_ARGUMENTS:
                 raise ConfigError(f"training.arguments.{name} cannot be used: {UNSUPPORTED_ARGUMENTS[name]}")
+
+    def _check_averages(self) -> None:
+        training = self.training
+        if training.ema_decay == 1:
+            raise ConfigError("training.ema_decay is 1.0, which never moves; expected less than 1, such as 0.999")
+        if training.ema_decay and training.soup > 1:
+            raise ConfigError(
+                f"training.ema_decay={training.ema_decay} and training.soup={training.soup} are two averages of the "
+                "weights; set one of them"
+            )
+        if training.soup > 1 and training.arguments.get("save_strategy", "steps") != "steps":
+            raise ConfigError("training.soup averages the checkpoints of training.save_steps; remove save_strategy")
 
     def _check_evaluation(self) -> None:
         evaluation = self.evaluation

@@ -27,7 +27,18 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = {"cuda": 512, "cpu": 64}
 # cuBLAS allocates it at its first product and keeps it: torch's default for all GPUs but Hopper, which has 32 MiB.
 WORKSPACE = {"cuda": 8_519_680, "cpu": 0}
-KINDS = ("weights", "heads", "gradients", "optimizer", "perturbation", "activations", "batch", "teacher", "workspace")
+KINDS = (
+    "weights",
+    "heads",
+    "gradients",
+    "optimizer",
+    "average",
+    "perturbation",
+    "activations",
+    "batch",
+    "teacher",
+    "workspace",
+)
 # Names of transformers' Trainer.
 EIGHT_BIT_ADAM = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 # bitsandbytes keeps states in 8 bits from this many numbers on, with one scale per block.
@@ -104,6 +115,9 @@ def trace(
         if network is not None:
             tracker.label([*network.parameters(), *network.buffers()], "teacher")
         save_memory(model.student, training)
+        averages = training.ema_decay > 0 or training.soup > 1
+        average = [torch.empty_like(p) for p in model.parameters() if averages and p.requires_grad]
+        tracker.label(average, "average")
         trainer = StepTrainer(model, config, sharpness, tracker, precision)
         if eight_bit:
             trainer.optimizer = EightBitAdam(trainer.optimizer.param_groups, student=model.student)

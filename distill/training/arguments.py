@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from distill.config import RunConfig, resolve_precision
+from distill.config import RunConfig, TrainingConfig, resolve_precision
 from distill.errors import ConfigError
 from distill.objectives.base import Objective
+from distill.training.averaging import soup_steps
 from teacher_cache.errors import MissingDependency
 
 LINEAR_CYCLES = "linear_cycles"
@@ -29,12 +30,14 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
         advice = ", or leave training.optim out"
         raise MissingDependency.of(f"training.optim={training.optim}", "bitsandbytes", advice)
     steps_per_epoch = math.ceil(batches / training.gradient_accumulation_steps)
+    total = total_steps(training, batches)
     if steps_per_epoch < 1:
         raise ConfigError(
             f"an epoch has no complete batch of {training.per_device_train_batch_size}; lower "
             "training.per_device_train_batch_size, or set data.drop_last=false"
         )
-    total = training.max_steps if training.max_steps > 0 else math.ceil(steps_per_epoch * training.num_train_epochs)
+    if training.soup > 1:
+        soup_steps(training, total)
     head_only_epochs = 0.0 if objective is None else objective.head_only_epochs
     if total <= head_only_epochs * steps_per_epoch:
         raise ConfigError(
@@ -98,6 +101,13 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
         return TrainingArguments(**arguments)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"training arguments are invalid: {' '.join(str(error).split())}") from error
+
+
+def total_steps(training: TrainingConfig, batches: int) -> int:
+    """Optimizer steps of a training with `batches` batches per epoch on each rank."""
+    if training.max_steps > 0:
+        return training.max_steps
+    return math.ceil(math.ceil(batches / training.gradient_accumulation_steps) * training.num_train_epochs)
 
 
 def linear_cycles(steps: int, cycles: int, floor: float, warmup: int = 0) -> Callable[[int], float]:

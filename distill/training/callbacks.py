@@ -1,4 +1,4 @@
-"""Trainer callbacks: epochs, stages, step times, the log, progress and validation scores."""
+"""Trainer callbacks: epochs, stages, averages, step times, the log, progress and validation scores."""
 
 import json
 import math
@@ -12,6 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from distill.objectives.base import Objective
+from distill.training.averaging import WeightAverage
 from distill.training.measurement import DATA, StepTimer, cycle_means, peak_memory
 from distill.training.validation import format_point, point
 from teacher_cache.storage.files import atomic_write
@@ -52,6 +53,19 @@ class Stages(TrainerCallback):
 
 def _steps_per_epoch(loader: Any, args: Any) -> int:
     return math.ceil(len(loader) / args.gradient_accumulation_steps)
+
+
+class Averaging(TrainerCallback):
+    """Updates the average of the weights after every step."""
+
+    def __init__(self, average: WeightAverage) -> None:
+        self.average = average
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.average.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.average.update(state.global_step)
 
 
 class StepClock(TrainerCallback):

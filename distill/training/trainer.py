@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,17 @@ from distill.objectives.base import Internals, Objective, StudentOutput, Teacher
 from distill.sharpness import AscentLoss, SharpnessAware
 from distill.sharpness.mixin import SharpnessMixin
 from distill.student.student import Student
-from distill.training.arguments import LINEAR_CYCLES, linear_cycles, training_arguments
-from distill.training.callbacks import EpochOrder, MetricsFile, ProgressReport, Stages, StepClock, TrainingProgress
+from distill.training.arguments import LINEAR_CYCLES, linear_cycles, total_steps, training_arguments
+from distill.training.averaging import load_student, weight_average
+from distill.training.callbacks import (
+    Averaging,
+    EpochOrder,
+    MetricsFile,
+    ProgressReport,
+    Stages,
+    StepClock,
+    TrainingProgress,
+)
 from distill.training.checkpoints import STATE, WEIGHTS, is_complete
 from distill.training.memory import keep_embedding_states_32bit, save_memory
 from distill.training.validation import Validation
@@ -121,7 +131,8 @@ class DistillTrainer(SharpnessMixin, Trainer):
     """Trains a `Distillation` on a `CachedDataset` in the order of a `StreamingSampler`.
 
     With a `validation` the student that would be exported is scored every `evaluation.steps` and after the last step;
-    a new best is saved, and kept until there is a better one. Validation does not change the weights.
+    a new best is saved, and kept until there is a better one. Validation does not change the weights. With an
+    average of the weights that student is the averaged one.
     """
 
     optimizer: Any
@@ -160,9 +171,12 @@ class DistillTrainer(SharpnessMixin, Trainer):
         except (ValueError, RuntimeError, ImportError) as error:  # a missing logger, an invalid argument
             raise ConfigError(f"training arguments are invalid: {' '.join(str(error).split())}") from error
         self.sharpness = sharpness
+        self.average = weight_average(model, config.training, total_steps(config.training, batches))
         self._check_supported()
         self.remove_callback(PrinterCallback)
         self.add_callback(EpochOrder())
+        if self.average is not None:
+            self.add_callback(Averaging(self.average))
         self.clock = StepClock(cycle=1 if sharpness is None else sharpness.every)
         self.add_callback(self.clock)
         self.add_callback(Stages(model.objective))
@@ -177,6 +191,8 @@ class DistillTrainer(SharpnessMixin, Trainer):
             )
         if self.sharpness is not None and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             raise ConfigError("sharpness does not work with DeepSpeed or FSDP, which shard the weights; use DDP")
+        if self.average is not None and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            raise ConfigError("averages of weights do not work with DeepSpeed or FSDP, which shard them; use DDP")
 
     @staticmethod
     def _sampler(config: RunConfig, records: int, rank: int, ranks: int, *, tokens: bool) -> StreamingSampler:
@@ -327,7 +343,8 @@ class DistillTrainer(SharpnessMixin, Trainer):
         if self.is_world_process_zero():
             distillation = self.model
             projection = distillation.objective.projection() if self.config.export.projection else None
-            with self.accelerator.autocast():
+            averaged = nullcontext() if self.average is None else self.average.applied()
+            with averaged, self.accelerator.autocast():
                 scores = [self.validation(ProjectedStudent(distillation.student, projection))]
         broadcast_object_list(scores)
         metrics = {f"eval_{name}": value for name, value in scores[0].items()} | {"epoch": self.state.epoch}
@@ -342,8 +359,10 @@ class DistillTrainer(SharpnessMixin, Trainer):
         return is_best
 
     def load_step(self, step: int) -> None:
-        """Load the weights of a step's checkpoint, after training."""
+        """Load the student of a step, after training: its weights, or their average."""
         if step == self.state.global_step:
+            if self.average is not None:
+                self.average.apply()
             return
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{step}"
         if not is_complete(checkpoint):
@@ -351,7 +370,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
                 f"step {step} was the best by validation, but {checkpoint} is missing or incomplete; train with "
                 "another output_dir, or with evaluation.keep=last"
             )
-        load_model(self.model, str(checkpoint / WEIGHTS))
+        load_student(self.model, checkpoint)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint, after a check of the free space."""
@@ -359,6 +378,7 @@ class DistillTrainer(SharpnessMixin, Trainer):
         needed = 3 * 4 * sum(parameter.numel() for parameter in self.model.parameters())
         kept = {} if self.sharpness is None else self.sharpness.state_dict()
         needed += sum(tensor.nbytes for tensor in kept.values())
+        needed += 0 if self.average is None else self.average.nbytes()
         check_disk_space(Path(self.args.output_dir), needed, f"checkpoint {self.state.global_step}")
         super()._save_checkpoint(model, trial)
 
@@ -367,6 +387,13 @@ class DistillTrainer(SharpnessMixin, Trainer):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         save_model(self.model, str(folder / WEIGHTS), metadata={"format": "pt"})
+        if self.average is not None:
+            self.average.save(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.average is not None:
+            self.average.load(Path(checkpoint))
 
     def restore(self, checkpoint: Path) -> bool:
         """Restore a checkpoint of the last step; False if there are steps left.
@@ -377,6 +404,8 @@ class DistillTrainer(SharpnessMixin, Trainer):
         if state.global_step < state.max_steps:
             return False
         load_model(self.model, str(checkpoint / WEIGHTS))
+        if self.average is not None:
+            self.average.load(checkpoint)
         self.state = state
         return True
 

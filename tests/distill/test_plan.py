@@ -185,6 +185,12 @@ def test_asam_keeps_one_copy_of_the_weights_and_norm_only_almost_none() -> None:
     assert plain.flops < small.flops < full.flops
 
 
+def test_an_average_of_the_weights_is_one_more_copy_of_them() -> None:
+    found = traced("training.ema_decay=0.99")
+    heads = found.breakdown["heads"] // 4
+    assert found.breakdown["average"] == pytest.approx(4 * (found.parameters + heads), rel=0.001)
+
+
 def test_with_few_texts_the_ascent_is_the_peak() -> None:
     found = traced("sharpness.name=asam", device="cpu")
     assert found.breakdown["perturbation"] > 2 * 4 * found.parameters
