@@ -72,6 +72,7 @@ HEAVY = {
         "distill.training.callbacks",
         "distill.training.head_init",
         "distill.training.method",
+        "distill.training.parameter_groups",
         "distill.training.trainer",
         "distill.analyses.trained_run",
         "distill.analyses",

@@ -36,6 +36,9 @@ UNSUPPORTED_ARGUMENTS = {
     "train_sampling_strategy": "the sampler sets the order",
 } | dict.fromkeys(_EVALUATION_ARGUMENTS.split(), "set evaluation.data, evaluation.steps and evaluation.keep")
 
+# transformers' schedule of a constant learning rate between warm-up and decay.
+WSD = "warmup_stable_decay"
+
 # Least and greatest values; None is no bound.
 BOUNDS: dict[str, tuple[float, float | None]] = {
     "training.per_device_train_batch_size": (2, None),
@@ -43,6 +46,8 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "training.learning_rate": (0, None),
     "training.head_learning_rate": (0, None),
     "training.warmup_ratio": (0, 1),
+    "training.decay_ratio": (0, 1),
+    "training.layer_decay": (0, 1),
     "training.min_lr_rate": (0, 1),
     "training.weight_decay": (0, None),
     "training.max_grad_norm": (0, None),
@@ -60,6 +65,7 @@ CHOICES = {
     "teacher.mode": ("cached", "online"),
     "training.precision": ("auto", "bf16", "fp16", "fp32"),
     "training.head_init": ("random", "least_squares"),
+    "training.decay_type": ("linear", "cosine", "1-sqrt"),
     "training.memory": ("default", "low"),
     "evaluation.keep": ("best", "last"),
 }
@@ -166,7 +172,12 @@ class TrainingConfig:
         head_init: initial values of the heads that map pooled states to the teacher's vectors: "random", as the
             objective defines them, or a "least_squares" fit of the untrained student to the teacher.
         lr_scheduler_type: a name of transformers', or "linear_cycles": linear decay, repeated `cycles` times.
-        min_lr_rate: final share of the learning rate of a cosine "with_min_lr", and of each cycle.
+        decay_norms_and_biases: whether weight decay applies to normalization layers and biases.
+        layer_decay: factor of the learning rate from each student layer to the one below it; 1 is one rate for all.
+        min_lr_rate: final share of the learning rate of a cosine "with_min_lr", of "warmup_stable_decay" and of each
+            cycle.
+        decay_ratio: share of all steps that the decay of "warmup_stable_decay" takes.
+        decay_type: its form, "linear", "cosine" or "1-sqrt".
         ema_decay: decay of an exponential moving average of the weights, which is scored and exported; 0 is none.
         soup: score and export the mean of the weights at the last checkpoints, this many; 1 is the last alone.
         precision: "auto" is bf16 if the hardware supports it, else fp16 on a GPU and fp32 on a CPU.
@@ -185,10 +196,14 @@ class TrainingConfig:
     learning_rate: float = 4e-4
     head_learning_rate: float = 2e-3
     head_init: str = "random"
+    layer_decay: float = 1.0
     weight_decay: float = 0.01
+    decay_norms_and_biases: bool = True
     warmup_ratio: float = 0.06
     lr_scheduler_type: str = "cosine_with_min_lr"
     min_lr_rate: float = 0.1
+    decay_ratio: float = 0.1
+    decay_type: str = "1-sqrt"
     cycles: int = 1
     max_grad_norm: float = 0.0
     ema_decay: float = 0.0
@@ -312,6 +327,7 @@ class RunConfig:
             if attrgetter(key)(self) not in choices:
                 expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
                 raise ConfigError(f"{key} is {attrgetter(key)(self)!r}; expected {expected}")
+        self._check_schedule()
         if training.cycles > 1 and training.lr_scheduler_type != "linear_cycles":
             raise ConfigError(
                 f"training.cycles is {training.cycles}, which needs training.lr_scheduler_type=linear_cycles; found "
@@ -346,6 +362,24 @@ class RunConfig:
                 raise ConfigError(f"training.arguments.{name} has its own key; set {keys[name]} instead")
             if name in UNSUPPORTED_ARGUMENTS:
                 raise ConfigError(f"training.arguments.{name} cannot be used: {UNSUPPORTED_ARGUMENTS[name]}")
+
+    def _check_schedule(self) -> None:
+        training, default = self.training, TrainingConfig()
+        if training.layer_decay == 0:
+            raise ConfigError("training.layer_decay is 0.0; expected more than 0, and 1 for one learning rate")
+        if training.lr_scheduler_type == WSD:
+            if training.warmup_ratio + training.decay_ratio > 1:
+                raise ConfigError(
+                    f"training.warmup_ratio={training.warmup_ratio} and training.decay_ratio={training.decay_ratio} "
+                    "are shares of the same steps; expected at most 1 together"
+                )
+            return
+        for key in ("decay_ratio", "decay_type"):
+            if getattr(training, key) != getattr(default, key):
+                raise ConfigError(
+                    f"training.{key} is {getattr(training, key)}, which needs training.lr_scheduler_type={WSD}; found "
+                    f"{training.lr_scheduler_type}"
+                )
 
     def _check_averages(self) -> None:
         training = self.training

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from distill.config import RunConfig, TrainingConfig, resolve_precision
+from distill.config import WSD, RunConfig, TrainingConfig, resolve_precision
 from distill.errors import ConfigError
 from distill.objectives.base import Objective
 from distill.training.averaging import soup_steps
@@ -46,7 +46,15 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
             "(objective.options.stage_one_epochs of jasper)"
         )
     is_cyclic = training.lr_scheduler_type == LINEAR_CYCLES
-    cosine_floor = {"min_lr_rate": training.min_lr_rate} if training.lr_scheduler_type.endswith("min_lr") else {}
+    shape: dict[str, Any] = {}
+    if training.lr_scheduler_type.endswith("min_lr"):
+        shape = {"min_lr_rate": training.min_lr_rate}
+    elif training.lr_scheduler_type == WSD:
+        shape = {
+            "num_decay_steps": int(training.decay_ratio * total),
+            "decay_type": training.decay_type,
+            "min_lr_ratio": training.min_lr_rate,
+        }
     precision = resolve_precision(training.precision)
     evaluation, keeps_best = config.evaluation, config.keeps_best
     arguments: dict[str, Any] = {
@@ -58,7 +66,7 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
         "learning_rate": training.learning_rate,
         "weight_decay": training.weight_decay,
         "lr_scheduler_type": "constant" if is_cyclic else training.lr_scheduler_type,
-        "lr_scheduler_kwargs": cosine_floor,
+        "lr_scheduler_kwargs": shape,
         "warmup_steps": int(training.warmup_ratio * total),
         "max_grad_norm": training.max_grad_norm,
         "optim": training.optim,

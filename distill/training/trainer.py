@@ -41,6 +41,7 @@ from distill.training.callbacks import (
 )
 from distill.training.checkpoints import STATE, WEIGHTS, is_complete
 from distill.training.memory import keep_embedding_states_32bit, save_memory
+from distill.training.parameter_groups import layer_numbers, parameter_groups
 from distill.training.validation import Validation
 from teacher_cache.errors import DiskFull
 from teacher_cache.reading.shuffle import WindowedShuffle
@@ -172,6 +173,8 @@ class DistillTrainer(SharpnessMixin, Trainer):
             raise ConfigError(f"training arguments are invalid: {' '.join(str(error).split())}") from error
         self.sharpness = sharpness
         self.average = weight_average(model, config.training, total_steps(config.training, batches))
+        if config.training.layer_decay < 1:
+            layer_numbers(model.student)  # raise errors before training
         self._check_supported()
         self.remove_callback(PrinterCallback)
         self.add_callback(EpochOrder())
@@ -247,23 +250,18 @@ class DistillTrainer(SharpnessMixin, Trainer):
                 loader.dataset.close()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Parameter groups of student and projections, with their learning rates; weight decay on all."""
+        """An optimizer over `parameter_groups`."""
         if self.optimizer is None:
             training, distillation = self.config.training, self.model
-            groups = [
-                {"params": [p for p in module.parameters() if p.requires_grad], "lr": rate}
-                for module, rate in (
-                    (distillation.student, training.learning_rate),
-                    (distillation.objective, training.head_learning_rate),
-                )
-            ]
+            decayed = set(self.get_decay_parameter_names(distillation))
+            groups = parameter_groups(distillation.student, distillation.objective, training, decayed)
             try:
                 kind, options = self.get_optimizer_cls_and_kwargs(self.args, distillation)
             except (ValueError, ImportError) as error:
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"training.optim={training.optim} cannot be used: {reason}") from error
             options |= {"weight_decay": training.weight_decay}
-            self.optimizer = kind([group for group in groups if group["params"]], **options)
+            self.optimizer = kind(groups, **options)
             if options.get("optim_bits") == 8:
                 keep_embedding_states_32bit(distillation.student)
         return self.optimizer
