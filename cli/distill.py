@@ -23,6 +23,7 @@ from cli.common import (
     print_status,
     progress_bar,
 )
+from cli.cut import cut
 from cli.evaluation import evaluate
 from cli.options import (
     PATH,
@@ -54,6 +55,7 @@ def main() -> None:
 
 main.add_command(analyze)
 main.add_command(report)
+main.add_command(cut)
 main.add_command(evaluate)
 main.add_command(plan)
 main.add_command(bench)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from distill.evaluation.evaluator import evaluate as evaluate
     from distill.objectives.base import Needs as Needs
     from distill.objectives.base import Objective as Objective
+    from distill.runs.cut import CutResult as CutResult
+    from distill.runs.cut import cut as cut
     from distill.runs.run import RunResult as RunResult
     from distill.runs.run import run as run
     from distill.student.student import Student as Student
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 # Public name -> module that defines it.
 _PUBLIC = {
     "CachedLoss": "distill.training.loss",
+    "CutResult": "distill.runs.cut",
     "DataConfig": "distill.config",
     "EvaluationConfig": "distill.config",
     "ExportConfig": "distill.config",
@@ -44,6 +47,7 @@ _PUBLIC = {
     "Task": "distill.evaluation.base",
     "TeacherConfig": "distill.config",
     "TrainingConfig": "distill.config",
+    "cut": "distill.runs.cut",
     "evaluate": "distill.evaluation.evaluator",
     "run": "distill.runs.run",
 }

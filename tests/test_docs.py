@@ -199,6 +199,11 @@ def test_no_page_types_an_option_that_does_not_exist(page: Path) -> None:
         ("tcache-doctor", "teacher_cache.maintenance.doctor:Finding"),
         ("distill-run", "distill.runs.run:RunResult"),
         ("distill-demo", "distill.runs.demo:DemoResult"),
+        ("distill-cut", "distill.runs.cut:CutResult"),
+        ("distill-cut", "distill.runs.cut:Size"),
+        ("distill-cut", "distill.runs.cut_layers:Candidate"),
+        ("distill-cut", "distill.runs.cut_vocabulary:VocabularyCut"),
+        ("distill-cut", "distill.evaluation.agreement:FittedAgreement"),
         ("tcache-align", "teacher_cache.building.align:AlignReport"),
     ],
 )

@@ -14,6 +14,7 @@ from distill.data.dataset import CachedDataset
 from distill.errors import RunFolderError
 from distill.objectives.base import Objective
 from distill.run_folder import CONFIG, FINAL, RECORD, is_finished, read_record
+from distill.student.cut_spec import trained_student
 from distill.student.student import Student, student_shape
 from distill.training.averaging import load_student
 from distill.training.checkpoints import checkpoint_step, complete_checkpoints
@@ -75,7 +76,7 @@ class TrainedRun:
             ) from error
         try:
             trusted = config.student.trust_remote_code and trust_remote_code
-            student = replace(config.student, trust_remote_code=trusted)
+            student = trained_student(replace(config.student, trust_remote_code=trusted), folder)
             teacher = replace(config.teacher, trust_remote_code=config.teacher.trust_remote_code and trust_remote_code)
             return cls(folder, replace(config, cache=place, student=student, teacher=teacher), record, table)
         except BaseException:

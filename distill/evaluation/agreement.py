@@ -88,3 +88,55 @@ def _neighbor_weights(cosines: npt.NDArray[np.float64], neighbors: int) -> npt.N
     left = neighbors - above.sum(axis=1, keepdims=True)
     weights: npt.NDArray[np.float64] = above + tied * (left / tied.sum(axis=1, keepdims=True))
     return weights
+
+
+# Of the ridge heads of `fitted_agreement`: its penalty, as a share of the mean variance of the student's vectors times
+# the number of texts.
+PENALTIES = tuple(10.0**power for power in range(-5, 1))
+
+
+@dataclass(frozen=True)
+class FittedAgreement:
+    """Agreement of a student with its teacher after a linear head was fitted, on texts that it was not fitted to.
+
+    Attributes:
+        cosine: mean cosine between the head's output and the teacher's vector, in [-1, 1].
+        spearman: as in `Agreement`, between cosines of the head's outputs and of the teacher's vectors.
+        fitted: number of texts that the head was fitted to.
+        texts: number of texts that the figures are of.
+    """
+
+    cosine: float
+    spearman: float
+    fitted: int
+    texts: int
+
+
+def fitted_agreement(
+    student: npt.NDArray[Any], teacher: npt.NDArray[Any], held_out: npt.NDArray[np.bool_]
+) -> FittedAgreement:
+    """What a student's vectors already know of the teacher's: agreement after a least-squares head.
+
+    The head is a ridge regression with an intercept from the student's `(n, d_s)` vectors to the teacher's `(n, d_T)`;
+    its penalty is the one of `PENALTIES` with the smallest leave-one-out error.
+
+    Args:
+        held_out: `(n,)` true for the texts that are scored instead of fitted.
+
+    Raises:
+        EvaluationError: as `agreement`, which needs more than 11 held-out texts.
+    """
+    from sklearn.linear_model import RidgeCV
+
+    inputs, outputs = np.asarray(student, dtype=np.float64), np.asarray(teacher, dtype=np.float64)
+    chosen = ~held_out
+    scale = len(inputs[chosen]) * inputs[chosen].var(axis=0).mean()
+    head = RidgeCV(alphas=[max(scale, np.finfo(np.float64).tiny) * share for share in PENALTIES])
+    head.fit(inputs[chosen], outputs[chosen])
+    predicted = head.predict(inputs[held_out])
+    return FittedAgreement(
+        cosine=float((unit_rows(predicted) * unit_rows(outputs[held_out])).sum(axis=1).mean()),
+        spearman=agreement(predicted, outputs[held_out]).spearman,
+        fitted=int(chosen.sum()),
+        texts=int(held_out.sum()),
+    )

@@ -12,6 +12,8 @@ from torch import nn
 from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.objectives.base import TeacherShape
+from distill.student.cut_spec import CutSpec, is_cut
+from distill.student.cutting import evenly_spaced, layers_config
 from distill.student.shapes import find_shape, has_shape, is_shape, shape_config
 from distill.student.student import Student, student_options
 from teacher_cache.building.align import STUDENT_LENGTH
@@ -92,12 +94,28 @@ class Model:
 
 
 def student_model(config: StudentConfig) -> Model:
-    """The student of a run configuration.
+    """The student of a run configuration; of a `cut:` model with evenly spaced layers and `keep` tokens.
 
     Raises:
         StudentError: the shape or folder does not exist, or the folder is not a model.
     """
+    if is_cut(config.model):
+        cut = CutSpec.parse(config.model)
+        return _cut(student_model(replace(config, model=cut.model)), cut)
     return _model(student_options(config), "student", STUDENT_LENGTH)
+
+
+def _cut(model: Model, cut: CutSpec) -> Model:
+    """The sizes of a model after a cut; which layers are chosen changes none of them."""
+    count = int(model.config.num_hidden_layers)
+    layers = cut.layers or evenly_spaced(count, cut.layer_count(count))
+    cut.layer_count(count)
+    config = layers_config(model.config, layers)
+    if isinstance(cut.keep, int):
+        config.vocab_size = min(cut.keep, config.vocab_size)
+        if config.pad_token_id is not None:
+            config.pad_token_id = min(config.pad_token_id, config.vocab_size - 1)
+    return replace(model, name=cut.name, config=config)
 
 
 def teacher_model(name: str, *, trust_remote_code: bool = False) -> Model:

@@ -10,6 +10,7 @@ from distill.config import RunConfig
 from distill.errors import ConfigError, RunFolderError
 from distill.evaluation.base import Progress
 from distill.run_folder import CONFIG, read_record, recorded_space
+from distill.student.cut_spec import trained_student
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.folder import ModelFolder, weight_files
 from teacher_cache.teachers.settings import options_for_space
@@ -91,11 +92,16 @@ def _student_options(model: str, folders: Sequence[Path]) -> tuple[TeacherOption
     wanted = Path(model).expanduser().resolve()
     for folder in folders:
         record = read_record(folder)
-        if record and Path(RunConfig.load(folder / CONFIG).student.model).expanduser().resolve() == wanted:
+        if record and _student_path(folder) == wanted:
             student = record["student"]
             options = {key: student[key] for key in ("pooling", "prompt", "max_length")}
             return TeacherOptions(model=model, backend="transformer", **options), ()
     return TeacherOptions(model=model), (f"no run was trained from {model}; it was scored with its own settings",)
+
+
+def _student_path(folder: Path) -> Path:
+    """The model that a run was trained from."""
+    return Path(trained_student(RunConfig.load(folder / CONFIG).student, folder).model).expanduser().resolve()
 
 
 def _teacher_options(model: str, folders: Sequence[Path]) -> tuple[TeacherOptions, tuple[str, ...]]:

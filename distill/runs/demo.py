@@ -14,11 +14,13 @@ from typing import Any
 
 from distill.config import DataConfig, ObjectiveConfig, RunConfig, StudentConfig, TrainingConfig
 from distill.runs.run import run
+from distill.student.cutting import cut_layers
 from distill.student.student import Student
 from distill.training.callbacks import TrainingProgress
 from teacher_cache.building.build import build
 from teacher_cache.corpus.corpus import Corpus
 from teacher_cache.errors import MissingDependency
+from teacher_cache.storage.files import atomic_path
 from teacher_cache.teachers.base import TeacherOptions
 from teacher_cache.teachers.loading import loading
 
@@ -109,11 +111,6 @@ def demo_teacher(folder: Path) -> Path:
 
 def first_layers(model: Path, folder: Path, layers: int) -> None:
     """Write a transformers folder with the first `layers` layers of a model."""
-    student = Student.load(StudentConfig(model=str(model)))
-    encoder: Any = student.encoder
-    encoder.encoder.layer = encoder.encoder.layer[:layers]
-    encoder.config.num_hidden_layers = layers
-    writing = folder.with_name(f"{folder.name}.writing")
-    with loading(writing):  # hides progress bars
+    student = cut_layers(Student.load(StudentConfig(model=str(model))), range(layers))
+    with atomic_path(folder) as writing, loading(writing):  # hides progress bars
         student.save_encoder(writing)
-    writing.rename(folder)

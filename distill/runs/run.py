@@ -26,6 +26,8 @@ from distill.evaluation.agreement import agreement
 from distill.export import load_export
 from distill.export.card import model_card
 from distill.run_folder import CONFIG, FINAL, RECORD, read_record
+from distill.runs.cut_run import cut_for_run
+from distill.student.cut_spec import FOLDER as STUDENT
 from distill.student.student import Student, student_shape
 from distill.training.arguments import training_arguments
 from distill.training.assembly import Assembly
@@ -117,7 +119,7 @@ def run(
     if resume and not complete_checkpoints(folder):
         raise RunFolderError(f"nothing to resume: {folder} has no complete checkpoint; leave `resume` out to start")
     with TeacherCache.open(config.cache) as cache:
-        assembly = Assembly.load(config, cache)
+        assembly = Assembly.load(cut_for_run(config, cache, announce), cache)
         student, objective, space = assembly.student, assembly.objective, assembly.targets.space
         # Raise errors before training.
         learned_projection(config, objective)
@@ -284,7 +286,7 @@ def _check_settings(folder: Path, config: RunConfig) -> None:
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / CONFIG).exists():
-        if all(path.name == RECORD or path.name.endswith(".writing") for path in folder.iterdir()):
+        if all(path.name in (RECORD, STUDENT) or path.name.endswith(".writing") for path in folder.iterdir()):
             return
         raise RunFolderError(f"{folder} is not empty and not a run folder (no {CONFIG}); {OTHER_FOLDER}")
     different = config.difference(RunConfig.load(folder / CONFIG))

@@ -6,6 +6,7 @@ Training, evaluation and export all use the one `pooling` of the student.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.objectives.base import Internals, Needs, StudentShape, TokenStates
+from distill.student.cut_spec import CutSpec, is_cut
 from distill.student.internals import capture_internals
 from distill.student.micro_batches import in_batch_order, micro_batches
 from distill.student.packing import Packing, is_packable, make_packable, packed_arguments
@@ -87,7 +89,7 @@ class Student(nn.Module):
         """
         if isinstance(config, str):
             config = StudentConfig(model=config)
-        spec = _resolve_student(config)
+        spec = resolve_student(config)
         try:
             encoder = load_encoder(spec.model_folder.encoder, torch.float32, torch.device("cpu"), spec.options)
             tokenizer = load_tokenizer(spec)
@@ -292,8 +294,12 @@ def token_states(
 
 
 def student_shape(config: StudentConfig) -> StudentShape:
-    """The sizes of a student from its files; loads no weights."""
-    spec = _resolve_student(config)
+    """The sizes of a student from its files, or those it will have after a `cut:`; loads no weights."""
+    if is_cut(config.model):
+        cut = CutSpec.parse(config.model)
+        whole = student_shape(replace(config, model=cut.model))
+        return replace(whole, layers=cut.layer_count(whole.layers))
+    spec = resolve_student(config)
     try:
         shape = spec.model_folder.token_shape()
     except TeacherError as error:
@@ -316,8 +322,8 @@ def student_options(config: StudentConfig) -> TeacherOptions:
     )
 
 
-def _resolve_student(config: StudentConfig) -> TeacherSpec:
-    """The student as a resolved model."""
+def resolve_student(config: StudentConfig) -> TeacherSpec:
+    """The student as a resolved model; loads no weights."""
     try:
         return resolve(student_options(config))
     except TeacherError as error:
