@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +105,26 @@ def test_run_and_sweep_use_the_default_cache_unless_their_file_or_a_flag_names_o
         assert result.exit_code == (0 if found else 1), result.output
 
 
-def test_plan_uses_the_default_cache_unless_the_teacher_is_given(home: Path, tiny_student: Path) -> None:
+class Asked(KnownError):
+    """What a part of a command was called with."""
+
+
+def test_plan_uses_the_default_cache_unless_the_teacher_is_given(
+    home: Path, tiny_student: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("plan", "--student", tiny_student, "--sharpness", "none", "--no-suggestions")
-    plan = output(distill, *words, "--corpus", "few")
-    assert plan["lengths"]["texts"] > 0
     result = run(distill, *words, "--corpus", "few", "--teacher-dim", "24")
     assert "--cache" in result.stderr
     assert result.exit_code == 1
 
+    def trace(config: Any, student: Any, teacher: Any, lengths: Sequence[int], **_: object) -> None:
+        raise Asked(f"{config.cache} {len(lengths)}")
+
+    monkeypatch.setattr("distill.plan.estimate.trace", trace)
+    assert f"{home} 32" in run(distill, *words, "--corpus", "few").stderr
+
 
 def test_bench_uses_the_default_cache_without_random_weights(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Asked(KnownError):
-        pass
-
     def measure(settings: Any, **_: object) -> None:
         raise Asked(f"{settings.cache or 'none'} {settings.lengths}")
 

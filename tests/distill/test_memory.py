@@ -87,10 +87,9 @@ def test_recomputed_blocks_use_the_same_precision(settings: Any, monkeypatch: py
     "overrides",
     [
         ("training.memory=low",),
-        (EIGHT_BIT,),
         ("training.memory=low", EIGHT_BIT, "training.freeze_embeddings=true"),
     ],
-    ids=["low", "8-bit", "all of them"],
+    ids=["low", "all of them"],
 )
 def test_a_resumed_training_ends_with_the_same_bits(
     settings: Any, wide_student: Path, overrides: tuple[str, ...]

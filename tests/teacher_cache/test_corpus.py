@@ -638,11 +638,16 @@ def test_stdin_cannot_be_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 # Memory
 
 
+@pytest.fixture(scope="module")
+def long_texts() -> list[str]:
+    """15 MB."""
+    numbers = random.Random(0)
+    return [numbers.randbytes(500).hex() for _ in range(15_000)]
+
+
 @pytest.mark.parametrize("name", ["c.jsonl", "c.csv", "c.txt.gz", "c.txt.zst", "c.parquet"])
-def test_reading_holds_one_batch_in_memory_not_the_file(tmp_path: Path, name: str) -> None:
-    texts = [random.Random(i).randbytes(500).hex() for i in range(15_000)]
-    path = write_format(tmp_path, name, texts)
-    del texts
+def test_reading_holds_one_batch_in_memory_not_the_file(tmp_path: Path, name: str, long_texts: list[str]) -> None:
+    path = write_format(tmp_path, name, long_texts)
     corpus = Corpus.open([path])
     arrow_before = pyarrow.total_allocated_bytes()
     stream = corpus.batches(100)

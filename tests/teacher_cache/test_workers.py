@@ -198,6 +198,7 @@ def test_actors_queue_few_batches_and_end_with_the_encoding() -> None:
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_private_ray_listens_on_loopback_only_and_is_shut_down(tmp_path: Path) -> None:
     """A complete build in a new process, with nothing on stderr."""
     script = f"""
