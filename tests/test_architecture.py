@@ -75,6 +75,7 @@ HEAVY = {
         "distill.training.head_init",
         "distill.training.method",
         "distill.training.parameter_groups",
+        "distill.training.target_transform",
         "distill.training.trainer",
         "distill.analyses.trained_run",
         "distill.analyses",

@@ -123,8 +123,13 @@ class TrainedRun:
         self._require("weights", student)
         self._require("tokenizer", student)
         model = self._distillation(student)
-        if self.config.training.head_init == "least_squares":
-            fit_heads(student, model.objective, self._training_records(model.objective), self.config.training.seed)
+        fits_heads = self.config.training.head_init == "least_squares"
+        if fits_heads or model.transform is not None:
+            dataset = self._training_records(model.objective)
+            if model.transform is not None:
+                model.transform.fit(dataset)
+            if fits_heads:
+                fit_heads(model, dataset, self.config.training.seed)
         return model.eval()
 
     def held_out_rows(self) -> npt.NDArray[np.int64]:
@@ -193,7 +198,8 @@ class TrainedRun:
     def _distillation(self, student: Student) -> Distillation:
         with torch.random.fork_rng():
             torch.manual_seed(self.config.training.seed)  # as `run` seeds it before the first random weight
-            return Distillation(student, build_objective(self.config, student.shape, self.targets))
+            objective = build_objective(self.config, student.shape, self.targets)
+            return Distillation(student, objective, self.targets.transform())
 
     def _training_records(self, objective: Objective) -> CachedDataset:
         skipped = self.targets.skipped_rows(objective)

@@ -63,6 +63,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
 }
 CHOICES = {
     "teacher.mode": ("cached", "online"),
+    "teacher.targets": ("none", "centered", "whitened"),
     "training.precision": ("auto", "bf16", "fp16", "fp32"),
     "training.head_init": ("random", "least_squares"),
     "training.decay_type": ("linear", "cosine", "1-sqrt"),
@@ -99,12 +100,15 @@ class TeacherConfig:
         model: local folder or hub id of the online teacher.
         device: torch device of the online teacher; None picks CUDA, then MPS, then CPU.
         trust_remote_code: run code from the online teacher's repository.
+        targets: what the objective sees: the teacher's vectors ("none"), or their "centered" or "whitened" form, fitted
+            to the training texts.
     """
 
     mode: str = "cached"
     model: str = ""
     device: str | None = None
     trust_remote_code: bool = False
+    targets: str = "none"
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class TrainingConfig:
         min_lr_rate: final share of the learning rate of a cosine "with_min_lr", of "warmup_stable_decay" and of each
             cycle.
         decay_ratio: share of all steps that the decay of "warmup_stable_decay" takes.
-        decay_type: its form, "linear", "cosine" or "1-sqrt".
+        decay_type: form of that decay: "linear", "cosine" or "1-sqrt".
         ema_decay: decay of an exponential moving average of the weights, which is scored and exported; 0 is none.
         soup: score and export the mean of the weights at the last checkpoints, this many; 1 is the last alone.
         precision: "auto" is bf16 if the hardware supports it, else fp16 on a GPU and fp32 on a CPU.
@@ -343,7 +347,7 @@ class RunConfig:
                 f"teacher.mode is {teacher.mode!r} and teacher.model is {teacher.model!r}; set both for an online "
                 "teacher, neither to train from the cache"
             )
-        if teacher.mode == "cached" and teacher != TeacherConfig():
+        if teacher.mode == "cached" and teacher != TeacherConfig(targets=teacher.targets):
             raise ConfigError("teacher.device and .trust_remote_code need teacher.mode=online; remove them")
         if teacher.mode == "online" and training.dataloader_num_workers:
             raise ConfigError(

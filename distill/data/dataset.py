@@ -122,6 +122,13 @@ class CachedDataset(Dataset[Batch]):
         """`(n, k)` rows of the texts of records."""
         return self.handles()[2].rows_of(self.places_of(records))
 
+    def first_rows(self) -> npt.NDArray[np.int64]:
+        """Ascending distinct rows of the first texts of the records."""
+        seen = np.zeros(self.handles()[0].rows, dtype=bool)
+        for start in range(0, len(self), RECORDS_AT_ONCE):
+            seen[self.rows_of(np.arange(start, min(start + RECORDS_AT_ONCE, len(self))))[:, 0]] = True
+        return np.flatnonzero(seen)
+
     def places_of(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """`(n,)` numbers in the whole corpus of records numbered without the excluded ones."""
         return records + np.searchsorted(self._before_excluded, records, side="right")

@@ -138,7 +138,9 @@ def run(
             _write(folder / CONFIG, config.to_yaml())
             _write(folder / RECORD, json.dumps(record, indent=2, ensure_ascii=False))
         _announce(announce, record, len(dataset), checkpoint_step(checkpoint))
-        if checkpoint is None and (fitted := assembly.fit_heads(dataset)):
+        if trainer.model.transform is not None:
+            record["targets"] = trainer.model.transform.to_json()
+        if checkpoint is None and (fitted := assembly.fit_heads(trainer.model, dataset)):
             announce(f"heads: least squares on {fitted:,} texts")
         before = _agreement(student, cache, space, held_out)
         if checkpoint is None or not trainer.restore(checkpoint):

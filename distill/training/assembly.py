@@ -58,11 +58,11 @@ class Assembly:
         left_out = self.skipped if held_out is None else np.union1d(held_out, self.skipped)
         return self.targets.dataset(self.manifest, self.objective, left_out)
 
-    def fit_heads(self, dataset: CachedDataset) -> int:
+    def fit_heads(self, model: Distillation, dataset: CachedDataset) -> int:
         """Start the heads by least squares if `training.head_init` says so; returns the texts of the fit, or 0."""
         if self.config.training.head_init != "least_squares":
             return 0
-        return fit_heads(self.student, self.objective, dataset, self.config.training.seed)
+        return fit_heads(model, dataset, self.config.training.seed)
 
     def collator(self) -> Collator:
         """The collator of these records; loads an online teacher."""
@@ -72,5 +72,8 @@ class Assembly:
         self, kind: Callable[..., AnyTrainer], dataset: CachedDataset, collator: Collator, **options: Any
     ) -> AnyTrainer:
         """A trainer of student and objective with sharpness; `options` are further ones of its class."""
-        model = Distillation(self.student, self.objective)
+        transform = self.targets.transform()
+        if transform is not None:
+            transform.fit(dataset)
+        model = Distillation(self.student, self.objective, transform)
         return kind(model, self.config, dataset, collator, build_sharpness(self.config, model), **options)

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 
 from distill.data.dataset import CachedDataset
-from distill.objectives.base import Objective
-from distill.student.student import Student
+from distill.training.trainer import Distillation
 
 RIDGE = 1e-3
 # Texts of the fit for each dimension of the student's states, and the most of any fit.
@@ -69,7 +68,7 @@ class RidgeRegression:
         return weight, bias
 
 
-def fit_heads(student: Student, objective: Objective, dataset: CachedDataset, seed: int) -> int:
+def fit_heads(model: Distillation, dataset: CachedDataset, seed: int) -> int:
     """Set the heads of an objective by ridge regression on a sample of the training texts; returns its size.
 
     Deterministic, and without dropout. If the objective compares directions only, targets have unit length and so, on
@@ -78,7 +77,8 @@ def fit_heads(student: Student, objective: Objective, dataset: CachedDataset, se
     Args:
         dataset: the training records; second texts of pairs are not used.
     """
-    heads = objective.linear_heads()
+    student, objective = model.student, model.objective
+    heads, device = objective.linear_heads(), next(model.parameters()).device
     width = student.shape.dim
     count = min(len(dataset), MOST_TEXTS, TEXTS_PER_DIMENSION * width)
     records = np.random.default_rng(seed).choice(len(dataset), size=count, replace=False)
@@ -89,9 +89,12 @@ def fit_heads(student: Student, objective: Objective, dataset: CachedDataset, se
     }
     for start in range(0, len(rows), CHUNK):
         chosen = rows[start : start + CHUNK]
-        targets = space.gather(chosen).astype(np.float64)
+        vectors = torch.from_numpy(space.gather(chosen))
+        if model.transform is not None:
+            vectors = model.transform(vectors.to(device)).cpu()
+        targets = vectors.double().numpy()
         if not objective.compares_lengths:
-            targets /= np.linalg.norm(targets, axis=1, keepdims=True).clip(1e-12)
+            targets = targets / np.linalg.norm(targets, axis=1, keepdims=True).clip(1e-12)
         states = student.encode_layers(cache.texts(chosen))
         for layer, fit in fits.items():
             fit.add(states[layer], targets)

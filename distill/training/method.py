@@ -52,7 +52,25 @@ def build_objective(config: RunConfig, student: StudentShape, targets: Targets) 
             f"training.head_init=least_squares fits heads to the teacher's vectors, but objective {chosen.name} with "
             "these options has none; set training.head_init=random"
         )
+    _check_targets(config, objective)
     return objective
+
+
+def _check_targets(config: RunConfig, objective: Objective) -> None:
+    """Check that transformed targets fit the objective and the exported model."""
+    setting = f"teacher.targets={config.teacher.targets}"
+    if config.teacher.targets == "none":
+        return
+    if objective.needs.tokens:
+        raise ConfigError(
+            f"{setting} transforms sentence vectors, but objective {config.objective.name} with these options compares "
+            "the teacher's tokens too; set teacher.targets=none"
+        )
+    if config.export.projection or objective.in_teacher_space:
+        raise ConfigError(
+            f"{setting} trains towards transformed vectors, so the exported ones would not be in the teacher's space; "
+            "set teacher.targets=none, or export.projection=false and a learned head"
+        )
 
 
 def build_sharpness(config: RunConfig, model: torch.nn.Module) -> SharpnessAware | None:

@@ -11,6 +11,7 @@ from distill.data.dataset import CachedDataset, check_pairs
 from distill.errors import ConfigError, NeedsNotMet
 from distill.objectives.base import Objective, TeacherShape
 from distill.student.student import Student
+from distill.training.target_transform import TargetTransform
 from teacher_cache.building.align import AlignmentColumn, AlignmentSettings, stored_alignments
 from teacher_cache.storage.manifest import Manifest
 from teacher_cache.table.cache import TeacherCache
@@ -68,6 +69,11 @@ class Targets:
             check_pairs(manifest)
         if objective.needs.tokens and not self.online:
             require_tokens(f"objective {self.config.objective.name}", objective, self.space)
+
+    def transform(self) -> TargetTransform | None:
+        """The transform of `teacher.targets`, not fitted yet; None for unchanged vectors."""
+        kind = self.config.teacher.targets
+        return None if kind == "none" else TargetTransform(kind, self.shape)
 
     def _request(self, objective: Objective) -> TokenRequest | None:
         """What an online teacher computes besides vectors."""

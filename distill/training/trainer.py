@@ -42,19 +42,25 @@ from distill.training.callbacks import (
 from distill.training.checkpoints import STATE, WEIGHTS, is_complete
 from distill.training.memory import keep_embedding_states_32bit, save_memory
 from distill.training.parameter_groups import layer_numbers, parameter_groups
+from distill.training.target_transform import TargetTransform
 from distill.training.validation import Validation
 from teacher_cache.errors import DiskFull
 from teacher_cache.reading.shuffle import WindowedShuffle
 
 
 class Distillation(nn.Module):
-    """Student and objective in one module, for Trainer."""
+    """Student and objective in one module, for Trainer.
 
-    def __init__(self, student: Student, objective: Objective) -> None:
+    Args:
+        transform: of the teacher's vectors into the objective's targets; None leaves them unchanged.
+    """
+
+    def __init__(self, student: Student, objective: Objective, transform: TargetTransform | None = None) -> None:
         super().__init__()
         student.prepare(objective.needs)
         self.student = student
         self.objective = objective
+        self.transform = transform
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
@@ -84,6 +90,7 @@ class Distillation(nn.Module):
         ascent_loss: AscentLoss | None = None,
     ) -> dict[str, Any]:
         """`loss`, the sum of the objective's terms, and `terms` by name; the arguments are those of `Collator`."""
+        vectors = vectors if self.transform is None else self.transform(vectors)
         views = input_ids.shape[0] // vectors.shape[0]
         copies = 1 if self.training else _identical_views(input_ids, attention_mask, views)
         input_ids, attention_mask = (part[: len(part) // copies] for part in (input_ids, attention_mask))

@@ -14,6 +14,7 @@ from distill.objectives.jasper import Jasper
 from distill.objectives.leaf import Leaf
 from distill.runs.run import check_run, run
 from distill.training.head_init import RidgeRegression, fit_heads
+from distill.training.trainer import Distillation
 from tests.distill.tiny_runs import Stopped, parts, stop_at, tiny_config
 
 LEAST_SQUARES = "training.head_init=least_squares"
@@ -72,7 +73,7 @@ def test_each_head_is_fitted_to_the_states_of_its_layer(
     toy_cache: Path, tiny_student: Path, tmp_path: Path, objective: str, layers: list[int]
 ) -> None:
     made = parts(tiny_config(toy_cache, tiny_student, tmp_path, f"objective.name={objective}"))
-    texts = fit_heads(made.student, made.objective, made.dataset, seed=0)
+    texts = fit_heads(Distillation(made.student, made.objective), made.dataset, seed=0)
     assert texts == 60
     assert sorted(made.objective.linear_heads()) == layers
     assert made.student.training
@@ -125,7 +126,7 @@ def test_a_resumed_run_ends_with_the_same_bits_and_an_analysis_sees_the_fitted_h
     assert ends[0] == ends[1]
 
     made = parts(config("again"))
-    fit_heads(made.student, made.objective, made.dataset, made.config.training.seed)
+    fit_heads(Distillation(made.student, made.objective), made.dataset, made.config.training.seed)
     with TrainedRun.open(tmp_path / "whole") as trained:
         initial = trained.initial().objective.linear_heads()
     for layer, head in made.objective.linear_heads().items():
