@@ -41,6 +41,8 @@ from cli.planning import plan
 
 if TYPE_CHECKING:
     from distill.report.comparison import Comparison
+    from distill.runs.halving import SearchResult
+    from distill.runs.sweep import SweepConfig, SweepProgress
     from distill.training.callbacks import TrainingProgress
 
 # A cache that a file of settings may name too.
@@ -195,6 +197,8 @@ def agreement_lines(agreement: dict[str, Any] | None) -> list[str]:
 def sweep(config: Path, cache: Path, dry_run: bool, output: Path | None) -> None:
     """Train a list or a grid of students and compare them.
 
+    With `search` in the file, successive halving chooses the best of them on validation files.
+
     Run the same command again to resume: finished runs are skipped, failed runs are tried again. The exit code is 1
     when a run failed.
 
@@ -202,6 +206,7 @@ def sweep(config: Path, cache: Path, dry_run: bool, output: Path | None) -> None
     Example:
       distill sweep sweep.yaml --output table.md
     """
+    from distill.runs.halving import plan_search, search
     from distill.runs.sweep import SweepConfig
     from distill.runs.sweep import sweep as run_all
 
@@ -209,17 +214,19 @@ def sweep(config: Path, cache: Path, dry_run: bool, output: Path | None) -> None
     if is_given("cache") or not settings.base.get("cache"):
         settings = replace(settings, base={**settings.base, "cache": str(cache)})
     if dry_run:
-        names = [planned.name for planned in settings.plan()]
-        emit(names, lambda: [*names, f"{count(len(names), 'run')} in {settings.output_dir}"])
+        plan = settings.plan() if settings.search is None else plan_search(settings)
+        names = [planned.name for planned in plan]
+        emit(names, lambda: [*names, *planned_lines(settings, len(names))])
         return
     with progress_bar() as update:
         update("checking the runs", 0, 0, "")
-        result = run_all(
-            settings,
-            announce=print_status,
-            report=lambda p: update("runs", p.done, p.total, ", ".join(p.running) or "none running"),
-        )
-    show_comparison(result.comparison, result.to_json(), output)
+
+        def report(progress: "SweepProgress") -> None:
+            update("runs", progress.done, progress.total, ", ".join(progress.running) or "none running")
+
+        found = None if settings.search is None else search(settings, announce=print_status, report=report)
+        result = found or run_all(settings, announce=print_status, report=report)
+    show_comparison(result.comparison, result.to_json(), output, found)
     click.get_current_context().exit(1 if result.failed else 0)
 
 
@@ -248,16 +255,36 @@ def compare(runs: tuple[Path, ...], output: Path | None, **options: Any) -> None
     show_comparison(comparison, comparison.to_json(), output)
 
 
-def show_comparison(comparison: "Comparison", record: dict[str, Any], output: Path | None) -> None:
-    """Print the table, or its figures as JSON, and write it to a file."""
+def show_comparison(
+    comparison: "Comparison", record: dict[str, Any], output: Path | None, search: "SearchResult | None" = None
+) -> None:
+    """Print the table, after that of a search, or their figures as JSON, and write them to a file."""
     from distill.report.columns import comparison_columns, markdown, notes, print_comparison
+    from distill.report.search import search_columns, search_notes
 
-    columns, below = comparison_columns(comparison), notes(comparison)
+    tables = [(comparison_columns(comparison), notes(comparison))]
+    if search is not None:
+        columns = search_columns(search.record, search.candidates, comparison)
+        tables.insert(0, (columns, search_notes(search.record)))
     if not is_set("json"):
-        print_comparison(columns)
-    emit(record, lambda: below)
+        for columns, _ in tables:
+            print_comparison(columns)
+    emit(record, lambda: [line for _, below in tables for line in below])
     if output is not None:
-        output.write_text(markdown(columns, below), encoding="utf-8")
+        output.write_text("\n".join(markdown(columns, below) for columns, below in tables), encoding="utf-8")
+
+
+def planned_lines(config: "SweepConfig", runs: int) -> list[str]:
+    """What a sweep trains."""
+    if config.search is None:
+        return [f"{count(runs, 'run')} in {config.output_dir}"]
+    lines = []
+    for share in config.search.stages:
+        kept = config.search.kept(runs)
+        lines.append(f"{share:.0%} of the steps: {count(runs, 'candidate')}; {kept} to keep")
+        runs = kept
+    seeds = max(1, len(config.search.seeds))
+    return [*lines, f"then {count(runs, 'finalist')} with {count(seeds, 'seed')}, in {config.output_dir}"]
 
 
 @main.command()

@@ -23,6 +23,10 @@ class RunFolderError(DistillError, ValueError):
     """A run folder does not fit the command."""
 
 
+class SearchError(DistillError, RuntimeError):
+    """A search has no candidate left."""
+
+
 class NonFiniteLoss(DistillError, ArithmeticError):
     """A loss or its curvature is NaN or infinite."""
 

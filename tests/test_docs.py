@@ -320,11 +320,11 @@ def test_examples_marked_run_do_run(page: Path, tmp_path: Path, monkeypatch: pyt
         sys.modules.pop(path.stem, None)
 
 
-def test_keys_of_a_sweep_and_their_defaults_are_those_of_its_class() -> None:
-    from distill.runs.sweep import SweepConfig
+def test_keys_of_a_sweep_and_their_defaults_are_those_of_its_classes() -> None:
+    from distill.runs.sweep import SearchConfig, SweepConfig
 
-    section = sections(DOCS / "training.md")["sweeps"]
-    listed = {key: yaml.safe_load(cells[0]) for key, cells in table(section).items()}
-    empty = SweepConfig()
-    expected = {field.name: getattr(empty, field.name) for field in fields(SweepConfig)}
-    assert listed == {key: list(value) if isinstance(value, tuple) else value for key, value in expected.items()}
+    for name, empty in (("sweeps", SweepConfig()), ("search", SearchConfig())):
+        section = sections(DOCS / "training.md")[name]
+        listed = {key: yaml.safe_load(cells[0]) for key, cells in table(section).items()}
+        expected = {field.name: getattr(empty, field.name) for field in fields(empty)}
+        assert listed == {key: list(value) if isinstance(value, tuple) else value for key, value in expected.items()}

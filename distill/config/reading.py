@@ -154,8 +154,12 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
         origin = typing.get_origin(option) or option
         if origin is Mapping and isinstance(value, Mapping):
             return dict(value)
-        if origin is tuple and isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
-            return tuple(value)
+        if origin is tuple and isinstance(value, list | tuple):
+            member = typing.get_args(option)[0]
+            if member is not str:
+                return tuple(_convert(one, member, f"{key}[{place}]") for place, one in enumerate(value))
+            if all(isinstance(one, str) for one in value):
+                return tuple(value)
         if (origin is bool and isinstance(value, bool)) or (origin is int and is_number and isinstance(value, int)):
             return value
         if origin is float and (is_number or isinstance(value, str)):
@@ -165,6 +169,11 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
                 continue
         if origin is str and (is_number or isinstance(value, str)):
             return str(value)  # also a folder called 2024
-    names = {type(None): "null", Mapping: "keys and values", tuple: "a list of names"}
-    kinds = [typing.get_origin(option) or option for option in options]
+    names = {
+        type(None): "null",
+        Mapping: "keys and values",
+        tuple: "a list of numbers",
+        tuple[str, ...]: "a list of names",
+    }
+    kinds = [option if option in names else typing.get_origin(option) or option for option in options]
     raise ConfigError(f"{key} is {value!r}; expected {' or '.join(names.get(kind, kind.__name__) for kind in kinds)}")

@@ -6,6 +6,8 @@ same sweep again skips finished runs, resumes interrupted ones and retries faile
 
 import itertools
 import json
+import math
+import random
 import re
 import time
 from collections import Counter
@@ -41,6 +43,45 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class SearchConfig:
+    """Successive halving (arXiv 1502.07943): all candidates are trained briefly, the best of them for longer.
+
+    Attributes:
+        stages: for each stage the share of a candidate's steps to train it for; increasing, and the last is 1.
+        keep: share of a stage's candidates that go on, rounded down, at least one.
+        seeds: the finalists are trained with each; none keeps their runs of the last stage.
+        samples: candidates to draw at random from all; None takes all.
+        sample_seed: of this draw.
+    """
+
+    stages: tuple[float, ...] = (0.1, 0.3, 1.0)
+    keep: float = 0.34
+    seeds: tuple[int, ...] = ()
+    samples: int | None = None
+    sample_seed: int = 0
+
+    def check(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        stages = self.stages
+        if not stages or sorted({*stages}) != list(stages) or not stages[0] > 0 or stages[-1] != 1:
+            raise ConfigError(f"search.stages is {[*stages]}; expected increasing shares above 0, the last one 1")
+        if not 0 < self.keep < 1:
+            raise ConfigError(f"search.keep is {self.keep:g}; expected more than 0 and less than 1")
+        if len({*self.seeds}) < len(self.seeds) or min(self.seeds, default=0) < 0:
+            raise ConfigError(f"search.seeds is {[*self.seeds]}; expected different numbers of at least 0")
+        if self.samples is not None and self.samples < 1:
+            raise ConfigError(f"search.samples is {self.samples}; expected at least 1, or null for all candidates")
+
+    def kept(self, candidates: int) -> int:
+        """How many of a stage's candidates go on."""
+        return max(1, math.floor(self.keep * candidates + 1e-9))  # 0.29 * 100 is 28.999...
+
+
+@dataclass(frozen=True)
 class PlannedRun:
     """One run of a sweep."""
 
@@ -71,6 +112,7 @@ class SweepConfig:
         parallel: runs at once with `workers: local`.
         workers: "local", "ray" or "ray:N" for N runs at once.
         gpus_per_run: with Ray, the share of one GPU per run.
+        search: makes the runs candidates, of which `distill.runs.halving.search` chooses one on validation files.
     """
 
     output_dir: str = ""
@@ -83,6 +125,7 @@ class SweepConfig:
     parallel: int = 1
     workers: str = "local"
     gpus_per_run: float | None = None
+    search: SearchConfig | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> "SweepConfig":
@@ -95,9 +138,11 @@ class SweepConfig:
         runs = values.pop("runs", None) or []
         if not isinstance(runs, list):
             raise ConfigError(f"runs is {runs!r}; expected a list of runs, each with name and set")
+        search = values.pop("search", None)
         config: SweepConfig = build_config(cls, values, "")
         entries = tuple(build_config(Entry, entry, f"runs[{place}].") for place, entry in enumerate(runs))
-        return replace(config, runs=entries)
+        chosen = None if search is None else build_config(SearchConfig, search, "search.")
+        return replace(config, runs=entries, search=chosen)
 
     def plan(self) -> list[PlannedRun]:
         """All runs, resolved and checked, in the order of the file.
@@ -107,12 +152,18 @@ class SweepConfig:
         """
         self._check()
         points = [(entry, point) for entry in self.runs or (Entry(),) for point in self._points()]
+        search = self.search
+        if search is not None and search.samples is not None and search.samples < len(points):
+            drawn = random.Random(search.sample_seed).sample(range(len(points)), search.samples)
+            points = [points[place] for place in sorted(drawn)]
         names = _names([(entry.name, {} if entry.name else entry.set, point) for entry, point in points])
         planned = [
             PlannedRun(name, self._resolved(name, dict(entry.set) | point))
             for name, (entry, point) in zip(names, points, strict=True)
         ]
-        _check_each(planned)
+        check_each(planned)
+        if search is not None:
+            _check_candidates(planned)
         if self.data is not None:
             from distill.evaluation.encoders import resolved_dtype
             from distill.evaluation.evaluator import nine_tasks
@@ -126,6 +177,8 @@ class SweepConfig:
             raise ConfigError("output_dir is not set; set it to a folder for the run folders")
         if not self.grid and not self.runs:
             raise ConfigError("nothing to run: give a grid, a list of runs, or both")
+        if self.search is not None:
+            self.search.check()
         parse_workers(self.workers)
         if self.parallel < 1:
             raise ConfigError(f"parallel is {self.parallel}; expected at least 1")
@@ -219,9 +272,38 @@ def sweep(
     Raises:
         KnownError: an error found before the first run starts.
     """
+    if config.search is not None:
+        raise ConfigError("search is set; call distill.runs.halving.search, or leave it out to train every run")
     start = time.monotonic()
     planned = config.plan()
-    waiting = [one for one in planned if not _is_done(config, one)]
+    finished_before, failed = train_all(config, planned, data=config.data, announce=announce, report=report)
+    rows = [read_row(one.folder, one.name, one.config, failed.get(one.name)) for one in planned]
+    return SweepResult(
+        output_dir=config.output_dir,
+        finished_before=finished_before,
+        failed=failed,
+        seconds=round(time.monotonic() - start, 3),
+        comparison=compare(rows),
+    )
+
+
+def train_all(
+    config: SweepConfig,
+    planned: Sequence[PlannedRun],
+    *,
+    data: str | None,
+    announce: Callable[[str], None] = lambda line: None,
+    report: Callable[[SweepProgress], None] = lambda progress: None,
+) -> tuple[int, dict[str, str]]:
+    """Train the unfinished ones of some runs and, with `data`, score all.
+
+    Args:
+        config: the launcher, the names of the tasks and the precision of the scoring.
+
+    Returns:
+        The number of runs that were finished, and scored, before, and the error of each failed run by name.
+    """
+    waiting = [one for one in planned if not _is_done(one, data, config.tasks, config.dtype)]
     finished_before = len(planned) - len(waiting)
     if finished_before:
         announce(f"{finished_before} of {len(planned)} runs are already finished")
@@ -229,7 +311,7 @@ def sweep(
     if waiting:
         since: dict[str, float] = {}
         done = finished_before
-        scoring = {"data": config.data, "tasks": config.tasks, "dtype": config.dtype}
+        scoring = {"data": data, "tasks": config.tasks, "dtype": config.dtype}
         jobs = [Job(one.name, {"config": asdict(one.config), **scoring}, one.log) for one in waiting]
         with (
             launcher(config.workers, config.parallel, config.gpus_per_run) as started,
@@ -248,31 +330,26 @@ def sweep(
                 else:
                     since[event.name] = time.monotonic()
                 report(SweepProgress(done, len(planned), tuple(since)))
-    rows = [read_row(one.folder, one.name, one.config, failed.get(one.name)) for one in planned]
-    return SweepResult(
-        output_dir=config.output_dir,
-        finished_before=finished_before,
-        failed=failed,
-        seconds=round(time.monotonic() - start, 3),
-        comparison=compare(rows),
-    )
+    return finished_before, failed
 
 
-def _is_done(config: SweepConfig, planned: PlannedRun) -> bool:
-    """Whether the folder has this run, finished and, if the sweep has data, scored."""
+def _is_done(planned: PlannedRun, data: str | None, tasks: Sequence[str] | None, dtype: str) -> bool:
+    """Whether the folder has this run, finished and, with `data`, scored."""
     if not is_finished(planned.folder):
         return False
     from distill.evaluation.scores import saved_scores
     from distill.runs.run import run
 
     run(planned.config)  # compares settings and digests; a finished run is not trained again
-    if config.data is None:
-        return True
-    return saved_scores(planned.folder, Path(config.data), config.tasks, config.dtype) is not None
+    return data is None or saved_scores(planned.folder, Path(data), tasks, dtype) is not None
 
 
-def _check_each(planned: Sequence[PlannedRun]) -> None:
-    """Check each run, and that no two are equal."""
+def check_each(planned: Sequence[PlannedRun]) -> None:
+    """Check each run, and that no two are equal.
+
+    Raises:
+        ConfigError: a run cannot be trained, or two have equal settings.
+    """
     from distill.runs.run import check_run
 
     names: dict[str, str] = {}
@@ -286,6 +363,26 @@ def _check_each(planned: Sequence[PlannedRun]) -> None:
             check_run(one.config)
         except KnownError as error:
             raise ConfigError(f"run {one.name}: {error}") from error
+
+
+def _check_candidates(planned: Sequence[PlannedRun]) -> None:
+    """Check that the runs can be ranked by the same validation scores."""
+    first = planned[0]
+    for one in planned:
+        if not one.config.evaluation.data:
+            raise ConfigError(
+                "a search ranks its candidates on validation files: set evaluation.data in base to their folder"
+            )
+        if one.config.evaluation != first.config.evaluation:
+            raise ConfigError(
+                f"runs {first.name} and {one.name} differ in evaluation; candidates are ranked by the same scores, so "
+                "set it in base only"
+            )
+        if one.config.training.seed != first.config.training.seed:
+            raise ConfigError(
+                f"runs {first.name} and {one.name} differ in training.seed, so a search would choose a lucky seed; "
+                "leave it out and set search.seeds"
+            )
 
 
 def _names(points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:

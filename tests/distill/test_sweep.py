@@ -4,13 +4,10 @@ import fcntl
 import json
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from cli.distill import main
@@ -18,56 +15,10 @@ from distill.errors import ConfigError, RunFolderError
 from distill.report.comparison import Figure
 from distill.runs import launch
 from distill.runs import sweep as sweep_module
-from distill.runs.job import work
 from distill.runs.launch import Job, JobEvent, Launcher
 from distill.runs.sweep import SweepConfig, SweepProgress, SweepResult, sweep
+from tests.distill.tiny_sweeps import InThreads, write_sweep
 from tests.distill.tiny_tasks import TASKS, write_tasks
-
-
-class InThreads(Launcher):
-    """Does the work of a run's process in a thread."""
-
-    def _start(self, job: Job) -> str | None:
-        work(json.loads(json.dumps(job.content)))
-        return None
-
-    def _stop(self) -> None:
-        pass
-
-
-@pytest.fixture
-def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def launcher(workers: str, parallel: int, gpus_per_run: float | None) -> Iterator[Launcher]:
-        yield InThreads(1)
-
-    monkeypatch.setattr(sweep_module, "launcher", launcher)
-    monkeypatch.setattr("distill.runs.job._print", lambda line: None)  # a process writes to its log
-
-
-@pytest.fixture
-def base(toy_cache: Path, tiny_student: Path) -> dict[str, Any]:
-    """Three steps of 50 records on "sentences"."""
-    return {
-        "cache": str(toy_cache),
-        "corpus": "sentences",
-        "student": {"model": str(tiny_student)},
-        "objective": {"name": "talas"},
-        "data": {"window": 256},
-        "training": {
-            "max_steps": 3,
-            "per_device_train_batch_size": 50,
-            "precision": "fp32",
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-        },
-    }
-
-
-def write_sweep(folder: Path, base: dict[str, Any], **settings: Any) -> Path:
-    path = folder / "sweep.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": str(folder / "sweep"), "base": base} | settings, sort_keys=False))
-    return path
 
 
 def planned(folder: Path, base: dict[str, Any], **settings: Any) -> list[str]:
