@@ -19,6 +19,7 @@ OBJECTIVES: dict[str, str] = {
     "rkd": "distill.objectives.rkd:RKD",
     "simcse": "distill.objectives.simcse:SimCSE",
     "talas": "distill.objectives.talas:Talas",
+    "two-stage": "distill.objectives.two_stage:TwoStage",
 }
 
 

@@ -205,6 +205,8 @@ class Objective(nn.Module):
     in_teacher_space: bool = False
     # First epochs in which only the objective's projections are trained.
     head_only_epochs: float = 0.0
+    # Epochs before a second stage with another loss; 0 if there is none.
+    stage_one_epochs: float = 0.0
     # Whether some student parameters never get a gradient.
     has_unused_parameters: bool = False
     # Whether the loss depends on the lengths of heads' outputs and targets, not only on their directions.
@@ -221,6 +223,15 @@ class Objective(nn.Module):
     def linear_heads(self) -> dict[int, nn.Linear]:
         """Linear maps from the pooled state of a student layer, by its number, to the teacher's vector."""
         return {}
+
+    @property
+    def present_views(self) -> int:
+        """Views that the present stage needs, at most `needs.views`."""
+        return self.needs.views
+
+    def stages(self) -> "tuple[Objective, ...]":
+        """The objectives of successive stages: itself, unless it is made of others."""
+        return (self,)
 
     def advance(self, epoch: float) -> None:
         """Set the number of epochs done, before every step; for methods that train in stages."""

@@ -45,6 +45,12 @@ def training_arguments(config: RunConfig, batches: int, *, objective: Objective 
             f"{total / steps_per_epoch:g}; train longer, or shorten its first stage "
             "(objective.options.stage_one_epochs of jasper)"
         )
+    stage_one_epochs = 0.0 if objective is None else objective.stage_one_epochs
+    if stage_one_epochs and total <= stage_one_epochs * steps_per_epoch:
+        raise ConfigError(
+            f"the second stage of objective {config.objective.name} begins after {stage_one_epochs:g} epochs, and this "
+            f"run has {total / steps_per_epoch:g}; train longer, or lower objective.options.stage_one_epochs"
+        )
     is_cyclic = training.lr_scheduler_type == LINEAR_CYCLES
     shape: dict[str, Any] = {}
     if training.lr_scheduler_type.endswith("min_lr"):

@@ -59,12 +59,13 @@ class Targets:
                     f"sharpness {sharpness.name} compares domains, but corpus {corpus.name!r} has only "
                     f"{corpus.domains[0]!r}; use sharpness.name=sam"
                 )
-        unknown = [term for term in sharpness.ascent_terms or () if objective.terms and term not in objective.terms]
-        if unknown:
-            raise ConfigError(
-                f"sharpness.ascent_terms: objective {self.config.objective.name} has no term {unknown[0]!r}; it has "
-                f"{', '.join(objective.terms)}"
-            )
+        for stage in objective.stages():
+            unknown = [term for term in sharpness.ascent_terms or () if stage.terms and term not in stage.terms]
+            if unknown:
+                raise ConfigError(
+                    f"sharpness.ascent_terms: objective {self.config.objective.name} has no term {unknown[0]!r}"
+                    f"{' in one of its stages' if stage is not objective else ''}; it has {', '.join(stage.terms)}"
+                )
         if uses_pairs(objective):
             check_pairs(manifest)
         if objective.needs.tokens and not self.online:

@@ -91,7 +91,8 @@ class Distillation(nn.Module):
     ) -> dict[str, Any]:
         """`loss`, the sum of the objective's terms, and `terms` by name; the arguments are those of `Collator`."""
         vectors = vectors if self.transform is None else self.transform(vectors)
-        views = input_ids.shape[0] // vectors.shape[0]
+        views = min(input_ids.shape[0] // vectors.shape[0], self.objective.present_views)
+        input_ids, attention_mask = (part[: views * len(vectors)] for part in (input_ids, attention_mask))
         copies = 1 if self.training else _identical_views(input_ids, attention_mask, views)
         input_ids, attention_mask = (part[: len(part) // copies] for part in (input_ids, attention_mask))
         if special is None or teacher_tokens is None:
@@ -394,6 +395,13 @@ class DistillTrainer(SharpnessMixin, Trainer):
         save_model(self.model, str(folder / WEIGHTS), metadata={"format": "pt"})
         if self.average is not None:
             self.average.save(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights; unlike Trainer's own this knows weights with two names, of which a checkpoint has one."""
+        if model is not None:  # sharded
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_model(self.model, str(Path(resume_from_checkpoint) / WEIGHTS))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
