@@ -32,7 +32,7 @@ from teacher_cache.teachers.folder import weight_files
 
 RECORD = "cut.json"
 # Texts that are timed, and those that the written folder must encode as before.
-TIMED_TEXTS = 64
+TIMED_TEXTS = 32
 EXPORTED_TEXTS = 50
 
 Batches = Callable[[], Iterator[Sequence[str]]]
@@ -215,7 +215,7 @@ def _first_texts(batches: Batches | None) -> list[str]:
     return texts[:TIMED_TEXTS]
 
 
-def texts_per_second(students: Sequence[Student], texts: Sequence[str], rounds: int = 2) -> list[float]:
+def texts_per_second(students: Sequence[Student], texts: Sequence[str], rounds: int = 5) -> list[float]:
     """Texts that each student encodes in a second: the best of some rounds, in which they take turns."""
     best = [float("inf")] * len(students)
     for student in students:

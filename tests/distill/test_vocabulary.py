@@ -60,9 +60,9 @@ def wordpiece(corpus: Sequence[str]) -> Student:
     return student_with(core, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
 
 
-def bpe(corpus: Sequence[str]) -> Student:
+def bpe(corpus: Sequence[str], *, ignore_merges: bool = False) -> Student:
     """A byte-level tokenizer as RoBERTa's."""
-    core = Tokenizer(models.BPE())
+    core = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -75,6 +75,11 @@ def bpe(corpus: Sequence[str]) -> Student:
     return student_with(core, roberta=True, pad="<pad>", bos_token="<s>", eos_token="</s>")
 
 
+def bpe_of_whole_words(corpus: Sequence[str]) -> Student:
+    """As `bpe`, but words in the vocabulary are not merged from parts, as in Llama 3."""
+    return bpe(corpus, ignore_merges=True)
+
+
 def unigram(corpus: Sequence[str]) -> Student:
     core = Tokenizer(models.Unigram())
     core.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -85,7 +90,7 @@ def unigram(corpus: Sequence[str]) -> Student:
 
 
 CORPUS = [*varied_texts(80), "unusual words: zeppelin, xylophone & quartz!", "naïve café"]
-STUDENTS = {kind.__name__: kind(CORPUS) for kind in (wordpiece, bpe, unigram)}
+STUDENTS = {kind.__name__: kind(CORPUS) for kind in (wordpiece, bpe, bpe_of_whole_words, unigram)}
 WORDS = [word for text in CORPUS for word in text.split()]
 
 
@@ -101,7 +106,7 @@ def content_of(student: Student) -> dict[str, Any]:
     keep=st.one_of(st.none(), st.integers(1, 60)),
     words=st.lists(st.sampled_from([*WORDS, "ζ", "🙂", "[MASK]"]), min_size=1, max_size=8),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_texts_whose_tokens_are_kept_have_the_same_tokens(
     kind: str, counted: list[str], keep: int | None, words: list[str]
 ) -> None:
@@ -176,6 +181,15 @@ def test_unigram_keeps_the_penalty_of_unknown_characters() -> None:
     cut = content_of(cut_vocabulary(student, kept))
     assert cut["model"]["unk_id"] == 1
     assert cut["model"]["vocab"][2] == ["a", -2.0]
+
+
+def test_bytes_are_kept_where_they_replace_unknown_characters() -> None:
+    pieces = [("[UNK]", 0.0), ("<0x41>", -9.0), ("<0x42>", -9.0), ("▁the", -1.0), ("▁cat", -2.0)]
+    core = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    student = student_with(core, pad="[UNK]", unk_token="[UNK]")
+    kept = choose_tokens(student, count_tokens(student, [["the"]]))
+    assert [core.id_to_token(number) for number in kept.old_ids] == ["[UNK]", "<0x41>", "<0x42>", "▁the"]
 
 
 def test_ids_are_rewritten_everywhere() -> None:
