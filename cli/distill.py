@@ -38,6 +38,7 @@ from cli.options import (
     table_output,
 )
 from cli.planning import plan
+from cli.static import static
 
 if TYPE_CHECKING:
     from distill.report.comparison import Comparison
@@ -61,6 +62,7 @@ main.add_command(cut)
 main.add_command(evaluate)
 main.add_command(plan)
 main.add_command(bench)
+main.add_command(static)
 
 
 class RunCommand(click.Command):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from distill.runs.cut import cut as cut
     from distill.runs.run import RunResult as RunResult
     from distill.runs.run import run as run
+    from distill.runs.static import StaticResult as StaticResult
+    from distill.runs.static import build_static as build_static
     from distill.student.student import Student as Student
     from distill.training.loss import CachedLoss as CachedLoss
 
@@ -43,11 +45,13 @@ _PUBLIC = {
     "RunResult": "distill.runs.run",
     "SharpnessConfig": "distill.config",
     "Student": "distill.student.student",
+    "StaticResult": "distill.runs.static",
     "StudentConfig": "distill.config",
     "Task": "distill.evaluation.base",
     "TeacherConfig": "distill.config",
     "TrainingConfig": "distill.config",
     "cut": "distill.runs.cut",
+    "build_static": "distill.runs.static",
     "evaluate": "distill.evaluation.evaluator",
     "run": "distill.runs.run",
 }

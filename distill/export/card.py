@@ -37,8 +37,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         f"| Teacher | {space['teacher']} {space['revision']} |",
         f"| Teacher's space | {space['description']} |",
         f"| Space fingerprint | `{space['fingerprint']}` |",
-        f"| Student | {student['name']}: {student['layers']} layers, width {student['dim']}, "
-        f"{student['parameters'] / 1e6:.1f} M parameters |",
+        f"| Student | {student['name']}: {_architecture(student)}, {student['parameters'] / 1e6:.1f} M parameters |",
         f"| Pooling, longest input | {student['pooling']}, {student['max_length']} tokens |",
         f"| Prompt | {student['prompt']!r} |" if student["prompt"] else "| Prompt | none |",
         f"| Corpus | {corpus['name']}: {corpus['records']:,} records, {corpus['distinct']:,} distinct texts, "
@@ -69,6 +68,51 @@ def model_card(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     lines += [f"Made with {versions}.", ""]
     return "\n".join(lines)
+
+
+def static_card(model: str, pooling: str, max_length: int, record: Mapping[str, Any]) -> str:
+    """README.md of a static student before training, from a `StaticResult`."""
+    frequencies = {
+        "corpus": f"smooth inverse frequency, a = {record['sif']:g}, from {record['counted_tokens']:,} tokens",
+        "token ids": f"smooth inverse frequency, a = {record['sif']:g}, by Zipf's law over token ids",
+        "none": "none",
+    }
+    return "\n".join(
+        [
+            "---",
+            "library_name: sentence-transformers",
+            "pipeline_tag: sentence-similarity",
+            "tags: [sentence-transformers, feature-extraction, static-embeddings, model2vec]",
+            "---",
+            "",
+            f"# Static embeddings from {model}",
+            "",
+            f"A table of {record['vocabulary']:,} token vectors of width {record['dims']}. The vector of a text is the "
+            "mean of its tokens' rows, scaled to length 1; word order and context have no influence. It was not "
+            "trained. A text without a known token has the vector 0.",
+            "",
+            "```python",
+            "from sentence_transformers import SentenceTransformer",
+            "",
+            'model = SentenceTransformer("path/to/this/folder")',
+            'model.encode(["A sentence."])',
+            "```",
+            "",
+            "| | |",
+            "|---|---|",
+            f"| Model | {model}, every token alone between its special tokens, {pooling} pooling |",
+            f"| PCA | {record['dims']} dimensions, {record['explained_variance']:.1%} of the variance |",
+            f"| Token weights | {frequencies[record['weights']]} |",
+            f"| Longest input | {max_length} tokens |",
+            "",
+        ]
+    )
+
+
+def _architecture(student: Mapping[str, Any]) -> str:
+    if student["layers"]:
+        return f"{student['layers']} layers, width {student['dim']}"
+    return f"static, a table of token vectors of width {student['dim']}"
 
 
 def _method(record: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Export as a sentence-transformers folder: Transformer, Pooling, optionally the learned projection, Normalize.
 
+A static student becomes a StaticEmbedding (`distill.export.static`).
 The folder is loaded and its vectors are compared with the trained student's before it gets its final name.
 """
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from distill.errors import ExportError
+from distill.export.static import write_static
 from distill.student.student import Student
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.loading import loading
@@ -46,7 +48,11 @@ def export(
     shutil.rmtree(writing, ignore_errors=True)
     try:
         with loading(writing):
-            _write(student, projection, normalize, writing)
+            write = write_static if student.is_static else _write
+            write(student, projection, normalize, writing)
+            # safetensors writes files that only their owner can read.
+            for weights in writing.rglob("*.safetensors"):
+                weights.chmod((writing / "modules.json").stat().st_mode)
             loaded = SentenceTransformer(str(writing), device="cpu", local_files_only=True)
     except TeacherError as error:
         raise ExportError(f"the exported student cannot be loaded: {error}") from error
@@ -103,6 +109,3 @@ def _write(student: Student, projection: torch.Tensor | None, normalize: bool, f
         record = json.loads(path.read_text(encoding="utf-8")) | {"model_args": options}
         path.write_text(json.dumps(record, indent=2), encoding="utf-8")
     shutil.rmtree(encoder)
-    # safetensors writes files that only their owner can read.
-    for weights in folder.rglob("*.safetensors"):
-        weights.chmod((folder / "modules.json").stat().st_mode)

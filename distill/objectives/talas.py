@@ -91,7 +91,12 @@ class Talas(Objective):
         check_weights({"tamd_weight": tamd_weight, "lasd_weight": lasd_weight, "simcse_weight": simcse_weight})
         check_choice("views", views, VIEWS)
         layers = student.layers
-        check_count("anchored_layers", anchored_layers, 1, layers, f"a student of {layers} layers")
+        if layers == 0 and (anchored_layers != 1 or lasd_weight):
+            raise ConfigError(
+                "objective talas anchors and aligns layers, and a static student has one state of a text; set "
+                "anchored_layers=1 and lasd_weight=0, or use objective cosine"
+            )
+        check_count("anchored_layers", anchored_layers, 1, max(layers, 1), f"a student of {layers} layers")
 
         self.tamd_weight, self.lasd_weight, self.views = tamd_weight, lasd_weight, views
         self.simcse = SimCSETerm(simcse_weight, temperature, mask_duplicates)

@@ -30,6 +30,7 @@ from teacher_cache.teachers import TeacherOptions, TeacherSpec, load_tokenizer, 
 from teacher_cache.teachers.attention import make_recordable, record_forward
 from teacher_cache.teachers.loading import load_encoder
 from teacher_cache.teachers.pooling import needs_position_ids, pool, position_ids
+from teacher_cache.teachers.token_table import TokenTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,7 @@ MICRO_BATCH_TOKENS = 2048
 
 
 class Student(nn.Module):
-    """A transformers encoder with the same pooling over all its layers.
+    """A transformers encoder with the same pooling over all its layers, or a table of token vectors (no layers).
 
     Attributes:
         tokenizer: that of the encoder.
@@ -90,12 +91,18 @@ class Student(nn.Module):
         if isinstance(config, str):
             config = StudentConfig(model=config)
         spec = resolve_student(config)
+        static = spec.model_folder.is_static
+        if static and config.prompt:
+            raise StudentError(
+                f"student.prompt is {config.prompt!r}, but student {config.model!r} is static: a prompt would add the "
+                "same vectors to every text; leave it out"
+            )
         try:
-            encoder = load_encoder(spec.model_folder.encoder, torch.float32, torch.device("cpu"), spec.options)
+            encoder = load_encoder(spec.model_folder, torch.float32, torch.device("cpu"), spec.options)
             tokenizer = load_tokenizer(spec)
         except TeacherError as error:
             raise _unusable(config.model, error) from error
-        length = spec.space.max_length if config.max_length else min(spec.space.max_length, STUDENT_LENGTH)
+        length = spec.space.max_length if config.max_length or static else min(spec.space.max_length, STUDENT_LENGTH)
         return cls(
             encoder.train(),
             tokenizer,
@@ -112,6 +119,11 @@ class Student(nn.Module):
         return StudentShape(
             int(config.hidden_size), int(config.num_hidden_layers), self.pooling, int(config.num_attention_heads)
         )
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a table of token vectors, with no layer above it."""
+        return isinstance(self.encoder, TokenTable)
 
     @property
     def word_embeddings(self) -> nn.Module | None:

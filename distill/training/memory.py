@@ -28,6 +28,11 @@ def save_memory(student: Student, training: TrainingConfig) -> None:
             raise ConfigError(
                 f"the word embeddings of student {student.name!r} are unknown; set training.freeze_embeddings=false"
             )
+        if student.is_static:
+            raise ConfigError(
+                f"student {student.name!r} is static, and its token vectors are all that is trained; set "
+                "training.freeze_embeddings=false"
+            )
         student.word_embeddings.requires_grad_(False)
     if torch.cuda.is_available() and _EXPANDABLE not in _environment_settings() and uses_expandable_segments(training):
         settings = torch._C._accelerator_getAllocatorSettings()

@@ -53,6 +53,11 @@ def build_objective(config: RunConfig, student: StudentShape, targets: Targets) 
             "these options has none; set training.head_init=random"
         )
     _check_targets(config, objective)
+    if objective.needs.tokens and student.layers == 0:
+        raise NeedsNotMet(
+            f"objective {chosen.name} compares the states of tokens in their context, and a static student has none; "
+            "use an objective on sentence vectors, such as cosine, rkd or leaf"
+        )
     return objective
 
 

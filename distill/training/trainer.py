@@ -67,6 +67,8 @@ class Distillation(nn.Module):
     ) -> None:
         """Enable non-reentrant activation checkpointing, which sharpness-aware steps need."""
         encoder: Any = self.student.encoder
+        if self.student.is_static:
+            return  # no activations to recompute
         kwargs = {**(activation_checkpointing_kwargs or {}), "use_reentrant": False}
         try:
             encoder.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, **options)

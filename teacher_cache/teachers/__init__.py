@@ -38,7 +38,8 @@ def resolve(options: TeacherOptions) -> TeacherSpec:
     if backend is not None and (custom or backend == "toy"):
         return backend_class(backend).resolve(options, None)
     folder = _folder(options)
-    backend = backend or ("sentence_transformer" if folder.modules else "transformer")
+    # A static model is an encoder too, and runs faster in full batches.
+    backend = backend or ("sentence_transformer" if folder.modules and not folder.is_static else "transformer")
     return backend_class(backend).resolve(options, folder.path)
 
 
@@ -93,10 +94,14 @@ def load_tokenizer(spec: TeacherSpec) -> Any:
     """The transformers tokenizer of a teacher or student."""
     folder = spec.model_folder.encoder
     with optional_import(f"the tokenizer of {spec.space.teacher}"):
+        from tokenizers import Tokenizer
         from transformers import AutoTokenizer
 
         from teacher_cache.teachers.loading import loading
+        from teacher_cache.teachers.token_table import static_tokenizer
     with loading(folder):
+        if spec.model_folder.is_static:
+            return static_tokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=spec.options.trust_remote_code
         )

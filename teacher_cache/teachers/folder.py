@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from teacher_cache.errors import TeacherError
+from teacher_cache.errors import TeacherError, optional_import
 from teacher_cache.storage.files import digest
 from teacher_cache.tokens.request import TokenShape
 
@@ -40,7 +40,10 @@ _ROBERTA_LIKE = frozenset(
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 # Modules that have weights.
-_WEIGHTED = frozenset({"Transformer", "Dense", "LayerNorm"})
+_WEIGHTED = frozenset({"Transformer", "StaticEmbedding", "Dense", "LayerNorm"})
+
+# Most tokens of a text that a static model without a limit of its own encodes.
+UNLIMITED = 10**6
 
 # Pooling flags of older sentence-transformers releases, in the order in which the library concatenates them.
 _LEGACY_POOLING = {
@@ -71,7 +74,7 @@ class ModelFolder:
         folder = cls(path.expanduser().resolve())
         if not folder.path.is_dir():
             raise TeacherError(f"no folder at {folder.path}: check the path, or give a hub id")
-        if not (folder.encoder / "config.json").is_file():
+        if not folder.is_static and not (folder.encoder / "config.json").is_file():
             raise TeacherError(
                 f"no model in {folder.path}: no {'' if folder.modules else 'modules.json and no '}config.json, "
                 "expected a folder written by save_pretrained"
@@ -128,6 +131,11 @@ class ModelFolder:
     def module_kinds(self) -> list[str]:
         """Class names of the modules in order, e.g. `["Transformer", "Pooling", "Normalize"]`."""
         return [module["type"].rsplit(".", 1)[-1] for module in self.modules]
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a table of token vectors, whose mean is the vector of a text."""
+        return self.module_kinds()[:1] == ["StaticEmbedding"]
 
     def module_config(self, index: int) -> dict[str, Any]:
         """config.json of one module; empty when it has none."""
@@ -197,13 +205,35 @@ class ModelFolder:
     @property
     def hidden_size(self) -> int:
         """Width of the encoder's token states."""
+        if self.is_static:
+            return self._table_width()
         return self._number("hidden_size", "d_model", "dim", "n_embd")
 
     def token_shape(self) -> TokenShape:
         """Sizes of the encoder."""
+        if self.is_static:
+            return TokenShape(width=self.hidden_size, layers=0, heads=1, causal=False)
         layers = self._number("num_hidden_layers", "n_layers", "n_layer", "num_layers")
         heads = self._number("num_attention_heads", "n_heads", "n_head", "num_heads")
         return TokenShape(width=self.hidden_size, layers=layers, heads=heads, causal=self.is_causal)
+
+    def _table_width(self) -> int:
+        """Width of the table of a static model."""
+        with optional_import(f"the static model {self.path}"):
+            from safetensors import safe_open
+        for file in weight_files(self.encoder):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="numpy") as tensors:
+                    for name in ("embeddings", "embedding.weight"):
+                        if name in tensors.keys():  # noqa: SIM118
+                            return int(tensors.get_slice(name).get_shape()[1])
+        raise TeacherError(f"no table in {self.encoder}, expected embeddings or embedding.weight in model.safetensors")
+
+    @cached_property
+    def static_length(self) -> int:
+        """Most tokens of a text that a static model encodes: those to which its tokenizer truncates."""
+        truncation = self._json(self.encoder / "tokenizer.json").get("truncation") or {}
+        return int(truncation.get("max_length", UNLIMITED))
 
     def _number(self, *names: str) -> int:
         """The value of the first of `names` in the configuration; architectures name sizes differently."""

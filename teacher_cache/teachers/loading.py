@@ -12,8 +12,9 @@ from transformers.utils import logging as transformers_logging
 
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers.base import TeacherOptions
-from teacher_cache.teachers.folder import weight_files
+from teacher_cache.teachers.folder import ModelFolder, weight_files
 from teacher_cache.teachers.linear import prepare_linear_layers, uses_bfloat16_linear
+from teacher_cache.teachers.token_table import load_token_table
 
 # Parts of a checkpoint that pooled vectors do not depend on.
 _UNUSED = ("pooler", "position_ids", "token_type_ids")
@@ -66,11 +67,14 @@ def loading(folder: Path) -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def load_encoder(folder: Path, dtype: torch.dtype, device: torch.device, options: TeacherOptions) -> Any:
-    """The transformers model in `folder`, on `device`, in `dtype`, ready for inference."""
+def load_encoder(files: ModelFolder, dtype: torch.dtype, device: torch.device, options: TeacherOptions) -> Any:
+    """The transformers model of `files`, or their token table, on `device`, in `dtype`, ready for inference."""
     from transformers import AutoConfig, AutoModel
 
+    folder = files.encoder
     with loading(folder):
+        if files.is_static:
+            return load_token_table(folder).to(device, dtype).eval()
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=options.trust_remote_code)
         model, info = AutoModel.from_pretrained(
             folder,

@@ -158,6 +158,8 @@ def _max_length(options: TeacherOptions, folder: ModelFolder, family: Family | N
                 "most these"
             )
         return options.max_length
+    if folder.is_static:
+        return folder.static_length
     candidates = (
         folder.sentence_config.get("max_seq_length"),
         family.max_length if family else None,

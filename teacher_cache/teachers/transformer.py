@@ -3,6 +3,7 @@
 import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from teacher_cache.teachers.batching import Forward, LoadedModel
 
 # Modules of a sentence-transformers folder that this backend replaces.
-_COVERED = frozenset({"Transformer", "Pooling", "Normalize"})
+_COVERED = frozenset({"Transformer", "StaticEmbedding", "Pooling", "Normalize"})
 
 
 class FolderTeacher(Teacher):
@@ -88,12 +89,21 @@ class TransformerTeacher(FolderTeacher):
                 "not do: use `backend` sentence_transformer, or a model of Transformer, Pooling and Normalize only"
             )
         family = find_family(files.label)
+        normalize = family.normalize if family else True
+        if files.is_static:
+            if check_pooling(options) not in (None, "mean"):
+                raise TeacherError(
+                    f"`pooling` is {options.pooling}, but {files.path} is a static model, whose vectors are means"
+                )
+            # As its modules, because this backend is the default for it. No product gets faster in bfloat16.
+            normalize = files.module_kinds()[-1] == "Normalize"
+            options = replace(options, dtype="float32") if options.dtype == "auto" else options
         space = space_from_folder(
             options,
             files,
             backend="transformer",
             pooling=check_pooling(options) or _default_pooling(files),
-            normalize=family.normalize if family else True,
+            normalize=normalize,
             width=files.hidden_size,
         )
         return TeacherSpec(options=options, space=space, folder=files.path)
@@ -110,7 +120,7 @@ class TransformerTeacher(FolderTeacher):
         """The transformers model, ready for inference in `dtype`."""
         from teacher_cache.teachers.loading import load_encoder
 
-        return load_encoder(self.spec.model_folder.encoder, dtype, self.device, self.spec.options)
+        return load_encoder(self.spec.model_folder, dtype, self.device, self.spec.options)
 
 
 def _default_pooling(files: ModelFolder) -> str:
