@@ -15,12 +15,12 @@ from cli.options import PATH, POOLINGS, corpus_of, corpus_option, text_key, trus
 @click.option("--dims", type=click.IntRange(1), help="Width after PCA.  [default: 256, or the model's if smaller]")
 @click.option("--texts", multiple=True, metavar="CORPUS", help="Count tokens in this corpus. Repeatable.")
 @text_key
-@click.option("--cache", type=PATH, help="Count tokens in a corpus of this cache.")
+@click.option("--cache", type=PATH, help="Count tokens in a corpus of this cache.  [default: none]")
 @corpus_option
 @click.option(
     "--sif",
     type=click.FloatRange(0, 1, max_open=True),
-    help="a of the token weights a / (a + frequency), 0 for none.  [default: 0.001; 0.0001 without a corpus]",
+    help="a of the token weights a / (a + frequency), 0 for none.  [default: 0.003; 0.0001 without a corpus]",
 )
 @click.option("--pooling", type=click.Choice(POOLINGS), default="mean", help="Of a token and the special tokens.")
 @click.option("--max-length", type=click.IntRange(1), default=512, help="Tokens to which texts are truncated.")
@@ -28,9 +28,9 @@ from cli.options import PATH, POOLINGS, corpus_of, corpus_option, text_key, trus
 @trust_remote_code
 @common_options
 def static(model: str, output_dir: Path, texts: tuple[str, ...], text_key: str, **options: Any) -> None:
-    """Make a static student: a table of token vectors, whose mean is the vector of a text.
+    """Make a static student: a table of token vectors.
 
-    MODEL, a teacher or a student, encodes every token of its vocabulary alone; PCA narrows these vectors, and frequent
+    The mean of its tokens' vectors is the vector of a text. MODEL, a teacher or a student, encodes every token of its vocabulary alone; PCA narrows these vectors, and frequent
     tokens get a small weight. The folder can be trained with `distill run --student`, and sentence-transformers and
     model2vec load it. Without --texts and --cache, token ids stand for frequencies.
 

@@ -58,9 +58,11 @@ def export(
         raise ExportError(f"the exported student cannot be loaded: {error}") from error
     exported = np.asarray(loaded.encode(list(texts), convert_to_numpy=True, show_progress_bar=False))
     trained = expected_vectors(student, projection, normalize, texts)
-    lengths = np.linalg.norm(exported, axis=1) * np.linalg.norm(trained, axis=1)
-    worst = float(((exported * trained).sum(axis=1) / np.maximum(lengths, 1e-12)).min())
-    same_length = np.allclose(np.linalg.norm(exported, axis=1), np.linalg.norm(trained, axis=1), rtol=LENGTH_TOLERANCE)
+    lengths = np.linalg.norm(exported, axis=1), np.linalg.norm(trained, axis=1)
+    # A text without a known token has no direction in a static student; its vectors must both be 0.
+    products = np.maximum(lengths[0] * lengths[1], 1e-12)
+    cosines = np.where(lengths[0] + lengths[1] == 0, 1.0, (exported * trained).sum(axis=1) / products)
+    worst, same_length = float(cosines.min()), np.allclose(*lengths, rtol=LENGTH_TOLERANCE)
     if not (worst >= MIN_COSINE and same_length):
         raise ExportError(
             f"the exported student has other vectors than the trained one: smallest cosine {worst:.6f} "

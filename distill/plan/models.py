@@ -21,6 +21,7 @@ from teacher_cache.errors import TeacherError
 from teacher_cache.teachers import TeacherOptions, resolve
 from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.loading import pooler_arguments
+from teacher_cache.teachers.token_table import TokenTable, table_config
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Model:
         """
         from transformers import AutoModel
 
+        if self.config.num_hidden_layers == 0:
+            return TokenTable(torch.empty(self.config.vocab_size, self.config.hidden_size, dtype=dtype))
         try:
             encoder: nn.Module = AutoModel.from_config(
                 self.config, dtype=dtype, trust_remote_code=self.trust_remote_code, **pooler_arguments(self.config)
@@ -142,8 +145,12 @@ def _model(options: TeacherOptions, role: str, longest: int | None) -> Model:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(
-            folder.encoder, local_files_only=True, trust_remote_code=options.trust_remote_code
+        config: Any = (
+            table_config(*folder.table_shape)
+            if folder.is_static
+            else AutoConfig.from_pretrained(
+                folder.encoder, local_files_only=True, trust_remote_code=options.trust_remote_code
+            )
         )
     except (OSError, ValueError, KeyError) as error:
         raise StudentError(f"{role} {options.model!r} cannot be used: {' '.join(str(error).split())}") from error

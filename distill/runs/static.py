@@ -31,9 +31,9 @@ from teacher_cache.teachers.loading import choose_device
 from teacher_cache.teachers.precision import PROBE_TEXTS
 
 DIMS, MAX_LENGTH = 256, 512
-# SIF's constant. Of token ids it is model2vec's. The scores on validation files were best with the other one if tokens
-# are counted: counts of a corpus are less even than Zipf's law over the ids, in which function words come late.
-RANKED_SIF, COUNTED_SIF = 1e-4, 1e-3
+# SIF's constant: model2vec's for token ids. For counts the one with the best scores on validation files, of two models:
+# function words have a larger share of a corpus than Zipf's law gives their ids.
+RANKED_SIF, COUNTED_SIF = 1e-4, 3e-3
 # Texts whose vectors the exported folder must reproduce, and those whose encoding is timed.
 CHECKED_TEXTS, TIMED_TEXTS, CHUNK = 50, 8192, 4096
 
@@ -93,7 +93,7 @@ def build_static(
         model: folder or hub id of a teacher or student.
         dims: width after PCA; None is 256, or that of the model if it is narrower.
         pooling: how the states of a token and the special tokens around it become one vector.
-        sif: constant a of the weights a / (a + p), with p the frequency of a token; 0 for equal weights. None is 1e-3
+        sif: constant a of the weights a / (a + p), with p the frequency of a token; 0 for equal weights. None is 3e-3
             for counted frequencies, 1e-4 for those from token ids.
         texts: a corpus in which tokens are counted, as `teacher_cache.build` takes it.
         cache: a cache whose `corpus` is used instead. Without either, frequencies follow from the token ids.

@@ -149,6 +149,8 @@ class Student(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`(L + 1, n, d_s)` float32: the pooled state of the embedding layer and of each block."""
+        if isinstance(self.encoder, TokenTable):
+            return self.encoder.means(input_ids, attention_mask).float().unsqueeze(0)
         count = 1
         if self.recompute_micro_batches and torch.is_grad_enabled():
             count = min(len(input_ids), math.ceil(int(attention_mask.sum()) / MICRO_BATCH_TOKENS))

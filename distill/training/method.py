@@ -14,7 +14,7 @@ from torch import Tensor
 from distill.config import RunConfig
 from distill.errors import ConfigError, NeedsNotMet, RunFolderError
 from distill.objectives import load_objective
-from distill.objectives.base import Objective, StudentShape
+from distill.objectives.base import Needs, Objective, StudentShape
 from distill.registry import construct
 from distill.run_folder import read_record
 from distill.sharpness import SharpnessAware
@@ -41,6 +41,7 @@ def build_objective(config: RunConfig, student: StudentShape, targets: Targets) 
             )
         options |= kind.presets[chosen.preset]
     options |= chosen.options
+    _check_static(chosen.name, kind.needs, student)
     try:
         objective = construct(kind, f"objective {chosen.name}", student, targets.shape, options=options)
     except ConfigError as error:  # its advice to build token columns does not help with several spaces
@@ -53,11 +54,7 @@ def build_objective(config: RunConfig, student: StudentShape, targets: Targets) 
             "these options has none; set training.head_init=random"
         )
     _check_targets(config, objective)
-    if objective.needs.tokens and student.layers == 0:
-        raise NeedsNotMet(
-            f"objective {chosen.name} compares the states of tokens in their context, and a static student has none; "
-            "use an objective on sentence vectors, such as cosine, rkd or leaf"
-        )
+    _check_static(chosen.name, objective.needs, student)
     return objective
 
 
@@ -75,6 +72,15 @@ def _check_targets(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(
             f"{setting} trains towards transformed vectors, so the exported ones would not be in the teacher's space; "
             "set teacher.targets=none, or export.projection=false and a learned head"
+        )
+
+
+def _check_static(name: str, needs: Needs, student: StudentShape) -> None:
+    """Refuse an objective on tokens for a static student."""
+    if needs.tokens and student.layers == 0:
+        raise NeedsNotMet(
+            f"objective {name} compares the states of tokens in their context, and a static student has none; use an "
+            "objective on sentence vectors, such as cosine, rkd or leaf"
         )
 
 

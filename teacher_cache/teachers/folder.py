@@ -206,7 +206,7 @@ class ModelFolder:
     def hidden_size(self) -> int:
         """Width of the encoder's token states."""
         if self.is_static:
-            return self._table_width()
+            return self.table_shape[1]
         return self._number("hidden_size", "d_model", "dim", "n_embd")
 
     def token_shape(self) -> TokenShape:
@@ -217,16 +217,17 @@ class ModelFolder:
         heads = self._number("num_attention_heads", "n_heads", "n_head", "num_heads")
         return TokenShape(width=self.hidden_size, layers=layers, heads=heads, causal=self.is_causal)
 
-    def _table_width(self) -> int:
-        """Width of the table of a static model."""
+    @cached_property
+    def table_shape(self) -> tuple[int, int]:
+        """Rows and width of the table of a static model."""
         with optional_import(f"the static model {self.path}"):
             from safetensors import safe_open
         for file in weight_files(self.encoder):
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="numpy") as tensors:
-                    for name in ("embeddings", "embedding.weight"):
-                        if name in tensors.keys():  # noqa: SIM118
-                            return int(tensors.get_slice(name).get_shape()[1])
+                    for name in {"embeddings", "embedding.weight"} & {*tensors.keys()}:
+                        rows, width = tensors.get_slice(name).get_shape()
+                        return int(rows), int(width)
         raise TeacherError(f"no table in {self.encoder}, expected embeddings or embedding.weight in model.safetensors")
 
     @cached_property
