@@ -13,7 +13,7 @@ from cli.options import PATH, POOLINGS, corpus_of, corpus_option, text_key, trus
 @click.argument("model")
 @click.option("-o", "--output-dir", type=PATH, required=True, help="Folder of the student.")
 @click.option("--dims", type=click.IntRange(1), help="Width after PCA.  [default: 256, or the model's if smaller]")
-@click.option("--texts", multiple=True, metavar="CORPUS", help="Count tokens in this corpus. Repeatable.")
+@click.option("--words", multiple=True, metavar="CORPUS", help="Count tokens in this corpus. Repeatable.")
 @text_key
 @click.option("--cache", type=PATH, help="Count tokens in a corpus of this cache.  [default: none]")
 @corpus_option
@@ -27,12 +27,13 @@ from cli.options import PATH, POOLINGS, corpus_of, corpus_option, text_key, trus
 @click.option("--device", help="cpu, cuda, cuda:1, mps.  [default: a GPU if there is one]")
 @trust_remote_code
 @common_options
-def static(model: str, output_dir: Path, texts: tuple[str, ...], text_key: str, **options: Any) -> None:
+def static(model: str, output_dir: Path, words: tuple[str, ...], text_key: str, **options: Any) -> None:
     """Make a static student: a table of token vectors.
 
-    The mean of its tokens' vectors is the vector of a text. MODEL, a teacher or a student, encodes every token of its vocabulary alone; PCA narrows these vectors, and frequent
-    tokens get a small weight. The folder can be trained with `distill run --student`, and sentence-transformers and
-    model2vec load it. Without --texts and --cache, token ids stand for frequencies.
+    The mean of its tokens' vectors is the vector of a text. MODEL, a teacher or a student, encodes every token of its
+    vocabulary alone; PCA narrows these vectors, and frequent tokens get a small weight. The folder can be trained with
+    `distill run --student`, and sentence-transformers and model2vec load it. Without --words and --cache, token ids
+    stand for frequencies.
 
     \b
     Example:
@@ -42,8 +43,8 @@ def static(model: str, output_dir: Path, texts: tuple[str, ...], text_key: str, 
         update("loading the model", 0, 0, "")
         from distill.runs.static import build_static
 
-        source = corpus_of(texts, text_key) if texts else None
-        result = build_static(model, output_dir, texts=source, report=update, **options)
+        source = corpus_of(words, text_key) if words else None
+        result = build_static(model, output_dir, words=source, report=update, **options)
     frequencies = {
         "corpus": f"SIF {result.sif:g} from {result.counted_tokens:,} tokens of the corpus",
         "token ids": f"SIF {result.sif:g} from token ids (Zipf's law)",

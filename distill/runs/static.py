@@ -77,7 +77,7 @@ def build_static(
     dims: int | None = None,
     pooling: str = "mean",
     sif: float | None = None,
-    texts: "CorpusSource | None" = None,
+    words: "CorpusSource | None" = None,
     cache: str | Path | None = None,
     corpus: str | None = None,
     max_length: int = MAX_LENGTH,
@@ -95,7 +95,7 @@ def build_static(
         pooling: how the states of a token and the special tokens around it become one vector.
         sif: constant a of the weights a / (a + p), with p the frequency of a token; 0 for equal weights. None is 3e-3
             for counted frequencies, 1e-4 for those from token ids.
-        texts: a corpus in which tokens are counted, as `teacher_cache.build` takes it.
+        words: a corpus in which tokens are counted, as `teacher_cache.build` takes it.
         cache: a cache whose `corpus` is used instead. Without either, frequencies follow from the token ids.
         max_length: tokens to which texts are truncated, by the exported tokenizer.
         device: torch device of the model; None picks CUDA, then MPS, then CPU.
@@ -109,8 +109,8 @@ def build_static(
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunFolderError(f"{folder} is not empty; choose another `output_dir`")
-    if texts is not None and cache is not None:
-        raise ConfigError("both `texts` and `cache` were given: keep one to count tokens in")
+    if words is not None and cache is not None:
+        raise ConfigError("both `words` and `cache` were given: keep one to count tokens in")
     if (sif is not None and not 0 <= sif < 1) or max_length < 1:
         raise ConfigError(f"`sif` is {sif} and `max_length` {max_length}; expected 0 <= sif < 1, and at least 1 token")
     report("loading the model", 0, 0, "")
@@ -124,14 +124,14 @@ def build_static(
     size = 1 + max(tokenizer.get_vocab().values())
 
     counted, sample = 0, list(PROBE_TEXTS[:CHECKED_TEXTS])
-    if texts is None and cache is None:
+    if words is None and cache is None:
         frequencies, a = "token ids", RANKED_SIF if sif is None else sif
         # Before the model runs, because token ids may be in no order.
         weights = sif_weights(ranked_probabilities(tokenizer, size), a) if a else np.ones(size, dtype=np.float32)
     else:
         report("counting tokens", 0, 0, "")
         kept: list[str] = []
-        counts = token_counts(tokenizer, _remember(_chunks(texts, cache, corpus), kept), size)
+        counts = token_counts(tokenizer, _remember(_chunks(words, cache, corpus), kept), size)
         counted, sample, frequencies, a = int(counts.sum()), kept, "corpus", COUNTED_SIF if sif is None else sif
         weights = sif_weights(counted_probabilities(counts), a) if a else np.ones(size, dtype=np.float32)
 
@@ -164,10 +164,10 @@ def build_static(
     return result
 
 
-def _chunks(texts: "CorpusSource | None", cache: str | Path | None, corpus: str | None) -> Iterator[list[str]]:
+def _chunks(words: "CorpusSource | None", cache: str | Path | None, corpus: str | None) -> Iterator[list[str]]:
     """The texts of all records, some thousand at a time."""
-    if texts is not None:
-        read: Corpus = to_corpus(texts)
+    if words is not None:
+        read: Corpus = to_corpus(words)
         for batch in read.batches(CHUNK):
             yield [text for record in batch for text in record]
         read.require_records()

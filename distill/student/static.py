@@ -101,7 +101,7 @@ def ranked_probabilities(tokenizer: "Tokenizer", size: int) -> npt.NDArray[np.fl
     kind = json.loads(tokenizer.to_str())["model"]["type"]
     if kind != "WordPiece":
         raise ConfigError(
-            f"the token ids of a {kind} tokenizer are not in the order of their frequency: give `texts` or `cache` to "
+            f"the token ids of a {kind} tokenizer are not in the order of their frequency: give `words` or `cache` to "
             "count tokens, or set `sif` to 0 for equal weights"
         )
     inverse = 1 / np.arange(2, size + 2)

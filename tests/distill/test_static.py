@@ -41,7 +41,7 @@ LENGTH = 12
 @pytest.fixture(scope="module")
 def static(tiny_student: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("static") / "table"
-    build_static(str(tiny_student), folder, dims=8, texts=CORPUS, max_length=LENGTH)
+    build_static(str(tiny_student), folder, dims=8, words=CORPUS, max_length=LENGTH)
     return folder
 
 
@@ -96,7 +96,7 @@ def test_weights_of_token_ids_are_those_of_model2vec() -> None:
 
 
 def test_token_ids_that_are_in_no_order_are_refused(tmp_path: Path, tiny_student: Path) -> None:
-    with pytest.raises(ConfigError, match="WordLevel tokenizer are not in the order of their frequency: give `texts`"):
+    with pytest.raises(ConfigError, match="WordLevel tokenizer are not in the order of their frequency: give `words`"):
         build_static(str(tiny_student), tmp_path / "table")
     # Equal weights need no frequencies.
     assert build_static(str(tiny_student), tmp_path / "table", sif=0.0).weights == "none"
@@ -127,26 +127,26 @@ def test_a_corpus_of_a_cache_counts_as_its_texts(tiny_student: Path, toy_cache: 
         manifest = cache.corpus("sentences")
         texts = cache.texts(manifest.rows_of(np.arange(len(manifest))).ravel())
     one = build_static(str(tiny_student), tmp_path / "cache", cache=toy_cache, corpus="sentences")
-    other = build_static(str(tiny_student), tmp_path / "texts", texts=texts)
+    other = build_static(str(tiny_student), tmp_path / "texts", words=texts)
     assert one.counted_tokens == other.counted_tokens == sum(len(text.split()) for text in texts)
     assert torch.equal(rows_of(tmp_path / "cache"), rows_of(tmp_path / "texts"))
 
 
 def test_what_cannot_be_built_is_refused(tiny_student: Path, static: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`dims` is 17, expected 1 to 16"):
-        build_static(str(tiny_student), tmp_path / "table", dims=17, texts=CORPUS)
-    with pytest.raises(ConfigError, match="both `texts` and `cache`"):
-        build_static(str(tiny_student), tmp_path / "table", texts=CORPUS, cache=tmp_path)
+        build_static(str(tiny_student), tmp_path / "table", dims=17, words=CORPUS)
+    with pytest.raises(ConfigError, match="both `words` and `cache`"):
+        build_static(str(tiny_student), tmp_path / "table", words=CORPUS, cache=tmp_path)
     with pytest.raises(ConfigError, match="is a static model already"):
-        build_static(str(static), tmp_path / "table", texts=CORPUS)
+        build_static(str(static), tmp_path / "table", words=CORPUS)
     with pytest.raises(RunFolderError, match="is not empty; choose another `output_dir`"):
-        build_static(str(tiny_student), static, texts=CORPUS)
+        build_static(str(tiny_student), static, words=CORPUS)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command(tiny_student: Path, tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("\n".join(CORPUS))
-    arguments = ["static", str(tiny_student), "--texts", str(tmp_path / "corpus.txt"), "-o", str(tmp_path / "table")]
+    arguments = ["static", str(tiny_student), "--words", str(tmp_path / "corpus.txt"), "-o", str(tmp_path / "table")]
     result = CliRunner().invoke(main, [*arguments, "--dims", "4", "--json", "-q"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
