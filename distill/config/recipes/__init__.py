@@ -16,7 +16,7 @@ from distill.registry import suggestion
 RECOMMENDED = "recommended"
 DESCRIPTION = "description"
 # What a recipe may set.
-SECTIONS = ("student", "objective", "sharpness", "training", "data", "export")
+SECTIONS = ("student", "teacher", "objective", "sharpness", "training", "data", "export")
 
 
 def recipes() -> dict[str, str]:
