@@ -65,7 +65,7 @@ class CutResult:
         candidates: sets of layers that were compared; empty if they were not chosen.
         vocabulary: None if it was not cut.
         score: agreement of the smaller model with the teacher before training; None without a cache.
-        score_before: that of the larger model.
+        score_before: that of the larger model; None for the student of a run.
         seconds: of the whole cut.
     """
 
@@ -145,6 +145,7 @@ def cut_to(
     cached: CachedTexts | None,
     batches: Batches | None,
     *,
+    score_before: bool = True,
     announce: Callable[[str], None] = lambda line: None,
 ) -> CutResult:
     """`cut`, from opened parts; `folder` appears when it is complete.
@@ -153,6 +154,7 @@ def cut_to(
         config: of the larger model.
         cached: to score with.
         batches: texts whose tokens are counted, which are also timed.
+        score_before: also score the larger model.
     """
     start = time.monotonic()
     if folder.exists():
@@ -191,7 +193,7 @@ def cut_to(
             vocabulary=found,
             before=_size(student, _model_bytes(source.parts), speeds[0]),
             after=_size(smaller, _model_bytes([writing, *writing.iterdir()]), speeds[1]),
-            score_before=None if scoring is None else scoring.score(student),
+            score_before=scoring.score(student) if scoring is not None and score_before else None,
             score=score,
             seconds=round(time.monotonic() - start, 3),
         )
@@ -212,6 +214,8 @@ def _first_texts(batches: Batches | None) -> list[str]:
         texts += batch
         if len(texts) >= TIMED_TEXTS:
             break
+    if not texts:
+        raise StudentError("`words`: no texts, whose tokens could be counted; pass a corpus that has texts")
     return texts[:TIMED_TEXTS]
 
 

@@ -46,7 +46,7 @@ def cut_for_run(
         cached = CachedTexts.of(cache, targets.space, config.corpus, without=held_out)
         shutil.rmtree(folder, ignore_errors=True)
         source = replace(config.student, model=spec.model)
-        result = cut_to(spec, source, folder, cached, cached.batches, announce=announce)
+        result = cut_to(spec, source, folder, cached, cached.batches, score_before=False, announce=announce)
         layers, tokens = ",".join(map(str, result.layers)), result.after.vocabulary
         announce(f"cut: layers {layers} of {result.before.layers}, {tokens:,} of {result.before.vocabulary:,} tokens")
     return replace(config, student=trained_student(config.student, config.output_dir))

@@ -43,9 +43,9 @@ class VocabularyCut:
 def with_prompts(counts: npt.NDArray[np.int64], student: Student, usage: dict[str, Any]) -> npt.NDArray[np.int64]:
     """Counts in which the tokens of the model's own prompts are the most frequent ones."""
     prompts = [student.prompt, *(usage.get("prompts") or {}).values()]
-    counts = counts.copy()
+    counts, first = counts.copy(), counts.max(initial=0) + 1
     for ids in token_ids(student.tokenizer, [prompt for prompt in prompts if prompt] or [""]):
-        counts[ids] += counts.sum() + 1
+        counts[ids] = first
     return counts
 
 

@@ -128,6 +128,7 @@ def test_the_most_frequent_tokens_of_the_cached_corpus_are_kept(
         ({"depth": 9}, "`depth` is 9, but .* has 4 layers"),
         ({"keep": 5}, "`keep` needs texts whose tokens are counted"),
         ({"depth": 1, "space": "toy"}, "`space` and `corpus` are parts of a cache"),
+        ({"words": []}, "`words`: no texts"),
         ({"keep": 0, "words": ["a"]}, "`keep` is 0, expected a number of tokens"),
     ],
 )
