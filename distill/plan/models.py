@@ -13,7 +13,7 @@ from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.objectives.base import TeacherShape
 from distill.student.cut_spec import CutSpec, is_cut
-from distill.student.cutting import evenly_spaced, layers_config
+from distill.student.cutting import first_and_last, layers_config
 from distill.student.shapes import find_shape, has_shape, is_shape, shape_config
 from distill.student.student import Student, student_options
 from teacher_cache.building.align import STUDENT_LENGTH
@@ -97,7 +97,7 @@ class Model:
 
 
 def student_model(config: StudentConfig) -> Model:
-    """The student of a run configuration; of a `cut:` model with evenly spaced layers and `keep` tokens.
+    """The student of a run configuration; of a `cut:` model with its first and last layers and `keep` tokens.
 
     Raises:
         StudentError: the shape or folder does not exist, or the folder is not a model.
@@ -111,7 +111,7 @@ def student_model(config: StudentConfig) -> Model:
 def _cut(model: Model, cut: CutSpec) -> Model:
     """The sizes of a model after a cut; which layers are chosen changes none of them."""
     count = int(model.config.num_hidden_layers)
-    layers = cut.layers or evenly_spaced(count, cut.layer_count(count))
+    layers = cut.layers or first_and_last(count, cut.layer_count(count))
     cut.layer_count(count)
     config = layers_config(model.config, layers)
     if isinstance(cut.keep, int):

@@ -103,7 +103,7 @@ def cut(
         model: a local folder or hub id, or a `StudentConfig` with its pooling, prompt and maximum length.
         layers: numbers of the blocks to keep, from 0.
         depth: number of blocks to keep. With a cache the best of some sets is kept (`layer_candidates`), otherwise
-            evenly spaced blocks from the first to the last.
+            the first ones and the last one.
         words: texts whose tokens are kept, as `teacher_cache.build` takes them. Without `words` they are the texts of
             the corpus in the cache, if `keep` is given.
         keep: number of tokens to keep, the most frequent ones, or "all" tokens of the texts, the default with `words`.

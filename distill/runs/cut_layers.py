@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from distill.evaluation.agreement import FittedAgreement, fitted_agreement
 from distill.student.cut_spec import CutSpec
-from distill.student.cutting import cut_layers, evenly_spaced, layer_candidates
+from distill.student.cutting import cut_layers, first_and_last, layer_candidates
 from distill.student.student import Student
 from distill.student.vocabulary import BATCH
 from teacher_cache.table.cache import TeacherCache
@@ -85,8 +85,8 @@ def choose_layers(
     if spec.depth in (None, count):
         return (Candidate("all", tuple(range(count)), None),)
     if scoring is None:
-        announce("layers are evenly spaced: there is no cache, or one with too few texts, to choose them with")
-        return (Candidate("evenly spaced", evenly_spaced(count, spec.depth), None),)
+        announce("the first layers and the last one are kept: no cache, or one with too few texts, to choose them with")
+        return (Candidate("first and last", first_and_last(count, spec.depth), None),)
     found = []
     for name, layers in layer_candidates(count, spec.depth).items():
         score = scoring.score(cut_layers(student, layers))

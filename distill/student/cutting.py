@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def evenly_spaced(count: int, depth: int) -> tuple[int, ...]:
-    """`depth` of `count` block numbers from the first to the last, evenly spaced; the first one alone for 1."""
-    return tuple(round(place * (count - 1) / (depth - 1)) for place in range(depth)) if depth > 1 else (0,)
+def first_and_last(count: int, depth: int) -> tuple[int, ...]:
+    """`depth` of `count` block numbers: the first ones and the last one; the first one alone for 1.
+
+    Never the worst and often close to the best set where sets were compared (docs/decisions/0024-cut.md).
+    """
+    return (*range(depth - 1), count - 1) if depth > 1 else (0,)
 
 
 def layer_candidates(count: int, depth: int) -> dict[str, tuple[int, ...]]:
@@ -36,9 +39,9 @@ def layer_candidates(count: int, depth: int) -> dict[str, tuple[int, ...]]:
     front = -(-depth // 2)
     sets = {
         "first": range(depth),
-        "first and last": (*range(depth - 1), count - 1),
+        "first and last": first_and_last(count, depth),
         "ends": (*range(front), *range(count - (depth - front), count)),
-        "evenly spaced": evenly_spaced(count, depth),
+        "evenly spaced": (round(place * (count - 1) / max(depth - 1, 1)) for place in range(depth)),
         "every few": (place * count // depth for place in range(depth)),
     }
     found: dict[tuple[int, ...], str] = {}

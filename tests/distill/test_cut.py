@@ -71,6 +71,20 @@ def test_the_best_layers_are_chosen_with_a_cache(four_layers: Path, toy_cache: P
     assert result.vocabulary is None
 
 
+def test_without_enough_cached_texts_the_first_layers_and_the_last_are_kept(
+    four_layers: Path, toy_cache: Path, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    result = distill.cut(
+        str(four_layers), tmp_path / "cut", depth=3, cache=toy_cache, corpus="few", announce=lines.append
+    )
+    assert result.layers == (0, 1, 3)
+    assert (result.score, [candidate.score for candidate in result.candidates]) == (None, [None])
+    assert lines == [
+        "the first layers and the last one are kept: no cache, or one with too few texts, to choose them with"
+    ]
+
+
 def test_the_folder_loads_everywhere(four_layers: Path, tmp_path: Path) -> None:
     config = StudentConfig(str(four_layers), pooling="cls", max_length=20)
     result = distill.cut(config, tmp_path / "cut", layers=[0, 2])

@@ -27,7 +27,7 @@ from transformers import (
 from distill.config import StudentConfig
 from distill.errors import StudentError
 from distill.student.cut_spec import CutSpec, cut_folder, trained_student
-from distill.student.cutting import cut_layers, evenly_spaced, layer_candidates, layers_config
+from distill.student.cutting import cut_layers, first_and_last, layer_candidates, layers_config
 from distill.student.student import Student, student_shape
 
 SIZES: dict[str, Any] = {
@@ -175,7 +175,10 @@ def test_candidates_are_different_sets_with_the_first_block() -> None:
     assert layer_candidates(12, 4)["every few"] == (0, 3, 6, 9)
     assert layer_candidates(4, 4) == {"first": (0, 1, 2, 3)}
     assert layer_candidates(4, 1) == {"first": (0,)}
-    assert evenly_spaced(12, 4) == (0, 4, 7, 11)
+    assert layer_candidates(12, 4)["evenly spaced"] == (0, 4, 7, 11)
+    assert first_and_last(12, 4) == (0, 1, 2, 11)
+    assert first_and_last(12, 1) == (0,)
+    assert first_and_last(4, 4) == (0, 1, 2, 3)
 
 
 def test_a_specification_is_read_from_the_name_of_a_model() -> None:
