@@ -11,6 +11,7 @@ from torch import Tensor
 from distill.config import RunConfig, TrainingConfig
 from distill.errors import ConfigError
 from distill.runs.run import run
+from distill.student.student import Student
 from distill.training.memory import ALLOCATOR_VARIABLES, save_memory, uses_expandable_segments
 from teacher_cache.errors import MissingDependency
 from tests.distill.tiny_runs import Parts, Stopped, parts, stop_at, tiny_config
@@ -139,6 +140,50 @@ def test_micro_batches_store_less_than_blocks_unless_the_batch_is_small(
     assert kept_bytes(parts(settings("small", "training.memory=low"))) == blocks
     monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 64)
     assert kept_bytes(parts(settings("low", "training.memory=low"))) < blocks
+
+
+CACHED_GRADIENTS = ("training.memory=low", "training.arguments.activation_checkpointing=false")
+
+
+def test_a_contrastive_loss_of_a_large_batch_has_the_same_gradients_in_micro_batches(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 64)
+    counts: list[int] = []
+    compute = Student._states
+    monkeypatch.setattr(Student, "_states", lambda self, *inputs: counts.append(1) or compute(self, *inputs))
+
+    def gradients(name: str, *overrides: str) -> dict[str, Tensor]:
+        batch = "training.per_device_train_batch_size=60"
+        made = parts(settings(name, "objective.name=simcse", batch, *overrides))
+        for module in made.student.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        trainer = made.trainer()
+        trainer.model.train()
+        trainer.model(**next(iter(trainer.get_train_dataloader())))["loss"].backward()
+        return {name: p.grad for name, p in made.student.named_parameters() if p.grad is not None}
+
+    expected = gradients("whole")
+    assert len(counts) == 1
+    found = gradients("cached", *CACHED_GRADIENTS)
+    assert len(counts) > 1 + 2 * 10  # each encoded twice
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_in_micro_batches_memory_hardly_grows_with_the_batch(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.student.student.MICRO_BATCH_TOKENS", 64)
+
+    def grown(name: str, *overrides: str) -> int:
+        small, large = (
+            kept_bytes(parts(settings(f"{name}-{size}", f"training.per_device_train_batch_size={size}", *overrides)))
+            for size in (15, 60)
+        )
+        return large - small
+
+    assert grown("cached", *CACHED_GRADIENTS) < grown("whole") / 8
 
 
 def test_frozen_word_embeddings_do_not_change(settings: Any) -> None:
