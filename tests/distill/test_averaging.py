@@ -143,7 +143,7 @@ def test_the_weights_are_trained_as_without_it_and_their_average_is_exported(
     ("option", "stop", "sharpness"),
     [
         (EMA, 5, "asam"),
-        (SOUP, 8, "none"),
+        pytest.param(SOUP, 8, "none", marks=pytest.mark.slow),
         pytest.param(EMA, 2, "none", marks=pytest.mark.slow),
         pytest.param(SOUP, 11, "asam", marks=pytest.mark.slow),
     ],

@@ -129,6 +129,7 @@ def test_warmup_stable_decay_by_hand(toy_cache: Path, tiny_student: Path, tmp_pa
     assert (student["lr"], heads["lr"]) == pytest.approx((1e-4, 5e-4))
 
 
+@pytest.mark.slow
 def test_a_resumed_training_has_the_same_rates_and_bits(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
     def config(folder: str) -> RunConfig:
         (tmp_path / folder).mkdir(exist_ok=True)
