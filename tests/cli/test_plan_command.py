@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.test_distill import distill, refused
 
-WORDS = ["plan", "--student", "shape:minilm-l3-h384", "--teacher-dim", "24", "--objective", "talas"]
+WORDS = ["plan", "--student", "shape:minilm-l3-h384", "--teacher-dim", "24"]
 WORDS += ["--sharpness", "none", "--batch-size", "4", "--length", "16", "--precision", "fp16"]
 LARGER = [*WORDS, "--batch-size", "32", "--length", "64", "--json"]
 

@@ -379,6 +379,7 @@ def test_a_plan_covers_every_device_and_whether_it_fits() -> None:
     assert found.devices["L4"].step_ms > 0
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_has_suggestions_that_lower_the_peak() -> None:
     found = tiny(device_memory=3 * 10**8)
     assert not found.fits
@@ -391,8 +392,10 @@ def test_a_plan_that_does_not_fit_has_suggestions_that_lower_the_peak() -> None:
             assert same.peak == one.peak_bytes
 
 
-def test_lengths_come_from_the_corpus(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
-    config = tiny_config(toy_cache, tiny_student, tmp_path)
+def test_lengths_come_from_the_corpus(
+    toy_cache: Path, tiny_student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(toy_cache, tiny_student, tmp_path, "training.seed=1")
     student = student_model(config.student)
     with TeacherCache.open(toy_cache) as cache:
         manifest = cache.corpus("few")
@@ -405,7 +408,16 @@ def test_lengths_come_from_the_corpus(toy_cache: Path, tiny_student: Path, tmp_p
     assert np.mean(found.typical) == pytest.approx(np.mean(words), rel=0.1)
     assert sorted(longest.largest) == words[-9:]
     assert sum(found.largest) <= sum(longest.largest)
+    traces: list[list[int]] = []
+
+    def trace_of(config: RunConfig, student: Any, teacher: Any, lengths: Any, **options: Any) -> Trace:
+        traces.append(sorted(lengths))
+        return traced()
+
+    monkeypatch.setattr("distill.plan.estimate.trace", trace_of)
     planned = plan(config)
+    # The largest and the typical batch, for a GPU and for this processor.
+    assert traces == [sorted(found.largest), sorted(found.typical)] * 2
     assert planned.steps == 12
     assert planned.lengths["texts"] == 60
 
