@@ -180,7 +180,8 @@ def _ranked(
     if not ranking:
         name, error = next(iter(failed.items()))
         raise SearchError(f"{label}: every candidate failed, {name} with: {error}")
-    ranking.sort(key=lambda one: (-one["validation"], -(one["agreement"] or -1.0)))
+    # Equal scores are ranked by agreement, then in the order of the file: the sort is stable.
+    ranking.sort(key=lambda one: (one["validation"], one["agreement"] or 0.0), reverse=True)
     kept = [one["name"] for one in ranking[:keep]]
     return {"share": share, "ranking": ranking, "failed": dict(failed), "kept": kept}
 

@@ -176,6 +176,52 @@ def test_ctrl_c_stops_the_runs_too(toy_cache: Path, tiny_student: Path, tmp_path
     assert not (tmp_path / "stopped" / "seed=3").exists()
 
 
+def test_a_killed_search_ends_with_the_same_choice(toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    data = write_tasks(tmp_path / "data")
+    for task in TASKS:
+        shutil.copy(data / f"{task}_test.csv", data / f"{task}_validation.csv")
+
+    def write(name: str) -> Path:
+        path = write_sweep(
+            tmp_path / name,
+            toy_cache,
+            tiny_student,
+            steps=40,
+            grid={"training.learning_rate": [1e-4, 1e-2]},
+            search={"stages": [0.25, 1], "keep": 0.5},
+            data=str(data),
+            tasks=TASKS,
+        )
+        settings = yaml.safe_load(path.read_text())
+        settings["base"]["evaluation"] = {"data": str(data), "tasks": TASKS, "steps": 5}
+        path.write_text(yaml.safe_dump(settings))
+        return path
+
+    code, expected, err = wait(start(write("whole.yaml")))
+    assert code == 0, err
+    path, name = write("killed.yaml"), expected["choice"]["name"]
+    process = start(path)
+    wait_for_step(20, tmp_path / "killed" / "stage-2" / name, process)
+    process.kill()
+    process.communicate()
+    first = mtimes(tmp_path / "killed" / "stage-1")
+    code, record, err = wait(start(path))
+    assert code == 0, err
+    assert mtimes(tmp_path / "killed" / "stage-1") == first
+    assert json.loads((tmp_path / "killed" / "stage-2" / name / "run.json").read_text())["resumed_from"] >= 19
+    assert without_seconds(record["stages"]) == without_seconds(expected["stages"])
+    assert without_seconds(record["finalists"]) == without_seconds(expected["finalists"])
+    assert record["choice"] == expected["choice"]
+    scores = [{run["name"]: run["figures"]["average.all"] for run in found["runs"]} for found in (record, expected)]
+    assert scores[0] == scores[1]
+
+
+def without_seconds(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {key: without_seconds(value) for key, value in part.items() if key != "seconds"}
+    return [without_seconds(one) for one in part] if isinstance(part, list) else part
+
+
 def test_a_sweep_needs_no_teacher(tiny_student: Path, tmp_path: Path) -> None:
     """The teacher's folder is removed after caching."""
     from teacher_cache.building.build import build
