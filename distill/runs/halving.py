@@ -10,11 +10,11 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from distill.config import RunConfig
+from distill.config.reading import build_config
 from distill.errors import ConfigError, RunFolderError, SearchError
 from distill.report.comparison import Comparison, Figure, Row, compare, read_row
 from distill.run_folder import read_record
@@ -30,8 +30,9 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        record: what `search.json` has: `search`, `candidates`, `stages` (each with `share`, `ranking`, `failed` and
-            `kept`), `finalists` (by name, an entry as in `ranking` for each seed), their `failed` runs and `choice`.
+        record: what `search.json` has: `search`, `candidates` (settings by name), `stages` (each with `share`,
+            `ranking`, `failed` and `kept`), `finalists` (by name, an entry as in `ranking` for each seed), their
+            `failed` runs and `choice`.
         candidates: the settings in which they differ, without figures.
         comparison: the finalists' runs, with test scores if the sweep has `data`.
         failed: name of a finalist's run that could not be scored -> its error in one line.
@@ -212,28 +213,31 @@ def _load(path: Path, settings: SearchConfig, candidates: Sequence[PlannedRun]) 
     Raises:
         RunFolderError: they are those of another search.
     """
-    new: dict[str, Any] = json.loads(
-        json.dumps({"search": asdict(settings), "candidates": {one.name: _digest(one.config) for one in candidates}})
-    )
+    known = {one.name: _without_paths(one.config) for one in candidates}
+    new = {"search": asdict(settings), "candidates": {name: asdict(config) for name, config in known.items()}}
+    new = json.loads(json.dumps(new))
     old = read_record(path.parent, path.name)
     if old is None:
         return new | {"stages": [], "finalists": {}, "failed": {}, "choice": None}
-    there, now = ({f"search.{key}": value for key, value in one["search"].items()} for one in (old, new))
+    there = old["search"]
     differing = [
-        f"{key}: {there.get(key)!r} there, {value!r} now" for key, value in now.items() if there.get(key) != value
+        f"search.{key}: {there[key]!r} there, {now!r} now" for key, now in new["search"].items() if there[key] != now
     ]
-    changed = sorted({name for name, _ in old["candidates"].items() ^ new["candidates"].items()})
-    if changed and not differing:
-        differing = [f"candidate {changed[0]} is on one side only, or has other settings"]
+    for name in old["candidates"].keys() ^ known.keys():
+        differing.append(f"candidate {name} {'there' if name in old['candidates'] else 'now'} only")
+    for name in old["candidates"].keys() & known.keys():
+        before: RunConfig = build_config(RunConfig, old["candidates"][name], "")
+        for key, (now, value) in known[name].difference(before).items():
+            differing.append(f"candidate {name}, {key}: {value!r} there, {now!r} now")
     if differing:
-        raise RunFolderError(f"{path} has another search ({'; '.join(differing)}); choose another `output_dir`")
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise RunFolderError(f"{path} has another search ({min(differing)}{more}); choose another `output_dir`")
     return old
 
 
-def _digest(config: RunConfig) -> str:
-    """A digest of the settings without paths, which may change between two calls."""
-    settings = replace(config, output_dir="", cache="", evaluation=replace(config.evaluation, data=""))
-    return blake2b(settings.to_yaml().encode(), digest_size=8).hexdigest()
+def _without_paths(config: RunConfig) -> RunConfig:
+    """The settings without paths that may change between two calls."""
+    return replace(config, output_dir="", cache="", evaluation=replace(config.evaluation, data=""))
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:

@@ -275,12 +275,14 @@ def test_a_changed_search_is_refused_in_one_line(
         ({"keep": 0.5}, "search.keep: 0.34 there, 0.5 now"),
         ({"stages": [0.5, 1]}, r"search.stages: \[0.1, 0.5, 1.0\] there, \[0.5, 1.0\] now"),
         ({"seeds": [1, 2]}, r"search.seeds: \[\] there, \[1, 2\] now"),
-        ({"rates": [0.1, 0.2]}, "candidate learning_rate=0.3 is on one side only"),
+        ({"rates": [0.1, 0.2]}, "candidate learning_rate=0.3 there only and 3 more"),
     ):
         with pytest.raises(RunFolderError, match=f"search.json has another search .{expected}.*`output_dir`"):
             search(searched(**change))
     base["training"]["weight_decay"] = 0.5
-    with pytest.raises(RunFolderError, match=r"candidate learning_rate=0.1 .* has other settings"):
+    with pytest.raises(
+        RunFolderError, match=r"learning_rate=0.1, training.weight_decay: 0.01 there, 0.5 now and 5 more"
+    ):
         search(searched())
     assert runs.trained == []
 
