@@ -21,6 +21,7 @@ from torch import nn
 from distill.errors import StudentError
 from distill.student.cutting import copy_config, rebuild, with_encoder
 from distill.student.student import Student
+from teacher_cache.teachers.token_table import TokenTable, unknown_id
 
 BATCH = 1024
 MODELS = ("WordPiece", "BPE", "Unigram", "WordLevel")
@@ -121,6 +122,10 @@ def cut_vocabulary(student: Student, kept: KeptTokens) -> Student:
             f"the vocabulary of {student.name} cannot be cut: {type(encoder).__name__} has no embedding table of its "
             f"{size:,} tokens"
         )
+    rows = table.weight.detach()[torch.from_numpy(kept.old_ids)]
+    if isinstance(encoder, TokenTable):
+        tokenizer = _cut_tokenizer(student, kept.new_ids(max(size, table.num_embeddings)))
+        return with_encoder(student, TokenTable(rows, unknown_id(tokenizer.backend_tokenizer)), tokenizer)
     name = next(name for name, module in encoder.named_modules() if module is table)
     new = kept.new_ids(max(size, table.num_embeddings))
     config = copy_config(encoder.config)
@@ -130,7 +135,7 @@ def cut_vocabulary(student: Student, kept: KeptTokens) -> Student:
             setattr(text, key, _new_id(value, new))
     text.vocab_size = len(kept.old_ids)
     weights = dict(encoder.state_dict())
-    weights[f"{name}.weight"] = table.weight.detach()[torch.from_numpy(kept.old_ids)]
+    weights[f"{name}.weight"] = rows
     return with_encoder(student, rebuild(encoder, config, weights), _cut_tokenizer(student, new))
 
 

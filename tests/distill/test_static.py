@@ -19,13 +19,16 @@ from distill.plan.estimate import plan
 from distill.runs.run import check_run, run
 from distill.student.static import (
     counted_probabilities,
+    plain_tokenizer,
     principal_components,
     ranked_probabilities,
     sif_weights,
+    static_student,
     token_counts,
     token_vectors,
 )
 from distill.student.student import Student
+from distill.student.vocabulary import choose_tokens, count_tokens, cut_vocabulary
 from teacher_cache import TeacherCache, build
 from teacher_cache.errors import TeacherError
 from teacher_cache.teachers import TeacherOptions, load_teacher, resolve
@@ -292,6 +295,17 @@ def test_it_is_a_teacher_too(static: Path, tmp_path: Path) -> None:
         )
     with pytest.raises(TeacherError, match="starts with StaticEmbedding"):
         resolve(TeacherOptions(model=str(static), backend="sentence_transformer"))
+
+
+def test_its_vocabulary_can_be_cut(minilm: Path, tmp_path: Path) -> None:
+    tokenizer = plain_tokenizer(Student.load(str(minilm)))
+    table = np.random.default_rng(0).normal(size=(tokenizer.get_vocab_size(), 4)).astype(np.float32)
+    student = static_student(table, tokenizer, max_length=LENGTH, name="static")
+    texts = ["A cat sat on the mat.", "Rivers run unbelievably slowly"]
+    smaller = cut_vocabulary(student, choose_tokens(student, count_tokens(student, [texts])))
+    assert len(smaller.tokenizer) < len(student.tokenizer) / 2
+    np.testing.assert_allclose(smaller.encode([*texts, ""]), student.encode([*texts, ""]), atol=1e-6)
+    assert export(smaller, None, True, tmp_path / "cut", texts) > 1 - 1e-6
 
 
 def test_its_memory_is_estimated(static: Path) -> None:
