@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def first_and_last(count: int, depth: int) -> tuple[int, ...]:
     """`depth` of `count` block numbers: the first ones and the last one; the first one alone for 1.
 
-    Close to the best set for two to four layers, where evenly spaced ones can be far from it (docs/decisions/0024-cut.md).
+    Close to the best set where sets were compared; evenly spaced ones can be far from it (docs/decisions/0024-cut.md).
     """
     return (*range(depth - 1), count - 1) if depth > 1 else (0,)
 
