@@ -287,6 +287,19 @@ def test_a_changed_search_is_refused_in_one_line(
     assert runs.trained == []
 
 
+def test_a_setting_that_a_later_version_added_is_no_change(
+    invent: Callable[..., Invented], searched: Callable[..., SweepConfig], tmp_path: Path
+) -> None:
+    invent(later_is_better)
+    search(searched())
+    path = tmp_path / "sweep" / "search.json"
+    record = json.loads(path.read_text())
+    for settings in record["candidates"].values():
+        del settings["training"]["soup"]
+    path.write_text(json.dumps(record))
+    assert search(searched()).record == record
+
+
 # The plan
 
 
