@@ -12,7 +12,6 @@ from cli.options import (
     corpus_of,
     corpus_option,
     max_length,
-    output_option,
     space_option,
     text_key,
     trust_remote_code,
@@ -43,7 +42,7 @@ def number_or_all(ctx: click.Context, option: click.Parameter, value: str | None
 
 @click.command()
 @click.argument("model")
-@output_option("Folder of the smaller model, which must not exist.", required=True)
+@click.option("-o", "--output-dir", type=PATH, required=True, help="Folder of the smaller model, which must not exist.")
 @click.option("--layers", metavar="N[,N...]", callback=numbers, help="Layers to keep, from 0.")
 @click.option("--depth", type=click.IntRange(1), help="Number of layers to keep; with --cache the best ones.")
 @click.option(
@@ -75,7 +74,7 @@ def number_or_all(ctx: click.Context, option: click.Parameter, value: str | None
 @common_options
 def cut(
     model: str,
-    output: Path,
+    output_dir: Path,
     words: tuple[str, ...],
     text_key: str,
     pooling: str | None,
@@ -101,8 +100,8 @@ def cut(
 
         config = StudentConfig(model, pooling, max_length, prompt, trust_remote_code)
         corpus = corpus_of(words, text_key) if words else None
-        result = cut_model(config, output, words=corpus, announce=print_status, **options)
-    emit(result.to_json(), lambda: lines(result), f"distill run --student {output} --cache C --output-dir RUN")
+        result = cut_model(config, output_dir, words=corpus, announce=print_status, **options)
+    emit(result.to_json(), lambda: lines(result), f"distill run --student {output_dir} --cache C --output-dir RUN")
 
 
 def lines(result: "CutResult") -> list[str]:
@@ -127,7 +126,7 @@ def lines(result: "CutResult") -> list[str]:
             f"agreement with the teacher before training, after a linear head, on {after.texts} texts: mean cosine "
             f"{before.cosine:.3f} -> {after.cosine:.3f}, Spearman {before.spearman:.3f} -> {after.spearman:.3f}"
         )
-    return [*printed, f"model: {result.folder} (in {result.seconds:.0f} s)"]
+    return [*printed, f"model: {result.output_dir} (in {result.seconds:.0f} s)"]
 
 
 def row(name: str, found: "Size") -> str:

@@ -60,7 +60,7 @@ class CutResult:
 
     Attributes:
         model: the larger model, as it was named.
-        folder: of the smaller one.
+        output_dir: folder of the smaller one.
         layers: numbers of the kept blocks, from 0.
         candidates: sets of layers that were compared; empty if they were not chosen.
         vocabulary: None if it was not cut.
@@ -70,7 +70,7 @@ class CutResult:
     """
 
     model: str
-    folder: str
+    output_dir: str
     layers: tuple[int, ...]
     candidates: tuple[Candidate, ...]
     vocabulary: VocabularyCut | None
@@ -86,7 +86,7 @@ class CutResult:
 
 def cut(
     model: StudentConfig | str,
-    folder: str | Path,
+    output_dir: str | Path,
     *,
     layers: Sequence[int] | None = None,
     depth: int | None = None,
@@ -97,7 +97,7 @@ def cut(
     corpus: str | None = None,
     announce: Callable[[str], None] = lambda line: None,
 ) -> CutResult:
-    """Write a model with fewer layers, fewer tokens or both to `folder`.
+    """Write a model with fewer layers, fewer tokens or both to `output_dir`.
 
     Args:
         model: a local folder or hub id, or a `StudentConfig` with its pooling, prompt and maximum length.
@@ -127,10 +127,10 @@ def cut(
         raise StudentError("`space` and `corpus` are parts of a cache: give `cache` too, or leave them out")
     batches = None if words is None else corpus_batches(to_corpus(words))
     if cache is None:
-        return cut_to(spec, config, Path(folder), None, batches, announce=announce)
+        return cut_to(spec, config, Path(output_dir), None, batches, announce=announce)
     with TeacherCache.open(cache) as opened:
         cached = CachedTexts.of(opened, opened.space(space), corpus)
-        return cut_to(spec, config, Path(folder), cached, batches or cached.batches, announce=announce)
+        return cut_to(spec, config, Path(output_dir), cached, batches or cached.batches, announce=announce)
 
 
 def corpus_batches(corpus: Corpus) -> Batches:
@@ -187,7 +187,7 @@ def cut_to(
         _keep_usage(source.usage_config, writing)
         result = CutResult(
             model=config.model,
-            folder=str(folder),
+            output_dir=str(folder),
             layers=layers,
             candidates=candidates if spec.depth is not None else (),
             vocabulary=found,

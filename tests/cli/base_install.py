@@ -68,6 +68,8 @@ def commands(folder: Path) -> list[tuple[str, ...]]:
         ("tcache", "doctor"),
         ("distill", "run", "--cache", cache, "--student", model, "--output-dir", str(folder / "new")),
         ("distill", "sweep", str(folder / "sweep.yaml")),
+        ("distill", "cut", model, "--output-dir", str(folder / "cut"), "--depth", "1"),
+        ("distill", "static", model, "--output-dir", str(folder / "static")),
         ("distill", "plan", "--student", "shape:bert-base", "--teacher-dim", "8", "--length", "8"),
         ("distill", "bench", "--random-weights", "bge-m3"),
         ("distill", "eval", model, "--texts", texts),

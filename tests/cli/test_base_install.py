@@ -22,6 +22,8 @@ EXTRA = {
     "tcache import c.parquet": "formats",
     "distill run": "train",
     "distill sweep": "train",
+    "distill cut": "train",
+    "distill static": "train",
     "distill plan": "train",
     "distill bench": "train",
     "distill eval model": "eval",

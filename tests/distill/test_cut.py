@@ -64,7 +64,7 @@ def test_the_best_layers_are_chosen_with_a_cache(four_layers: Path, toy_cache: P
     assert result.score is not None
     assert (result.score.fitted, result.score.texts) == (288, 72)
     assert (result.before.layers, result.after.layers) == (4, 2)
-    assert result.after.parameters == sum(p.numel() for p in Student.load(result.folder).parameters())
+    assert result.after.parameters == sum(p.numel() for p in Student.load(result.output_dir).parameters())
     assert result.before.parameters - result.after.parameters == 2 * (4 * 16 * 17 + 2 * 16 * 32 + 32 + 16 + 4 * 16)
     assert 0 < result.after.bytes < result.before.bytes
     assert result.after.texts_per_second > 0
@@ -89,13 +89,13 @@ def test_the_folder_loads_everywhere(four_layers: Path, tmp_path: Path) -> None:
     config = StudentConfig(str(four_layers), pooling="cls", max_length=20)
     result = distill.cut(config, tmp_path / "cut", layers=[0, 2])
     assert (result.layers, result.candidates, result.score) == ((0, 2), (), None)
-    student = Student.load(result.folder)
+    student = Student.load(result.output_dir)
     assert (student.pooling, student.max_length) == ("cls", 20)
     expected = student.encode(TEXTS)
-    library = SentenceTransformer(result.folder, device="cpu")
+    library = SentenceTransformer(result.output_dir, device="cpu")
     assert np.allclose(library.encode(TEXTS), expected, atol=1e-5)
     assert library.prompts["query"] == "dogs "
-    model = AutoModel.from_pretrained(result.folder, add_pooling_layer=False)
+    model = AutoModel.from_pretrained(result.output_dir, add_pooling_layer=False)
     with torch.no_grad():
         state = model(**student.tokenizer(TEXTS[:1], return_tensors="pt")).last_hidden_state[:, 0]
     assert np.allclose(state.numpy(), expected[:1], atol=1e-5)
@@ -110,7 +110,7 @@ def test_the_vocabulary_is_that_of_the_words(four_layers: Path, tmp_path: Path) 
     # "dogs" is in the model's own prompt; [UNK], [PAD], [CLS] and [SEP] are obligatory.
     assert (found.texts, found.same_tokens, found.resegmented, found.seen) == (2, 2, 0, 9)
     assert (found.kept, result.after.vocabulary) == (11, 11)
-    small, large = Student.load(result.folder), Student.load(str(four_layers))
+    small, large = Student.load(result.output_dir), Student.load(str(four_layers))
     kept = ["the cat sat on mat", "sea dogs"]
     assert np.allclose(small.encode(kept), large.encode(kept), atol=1e-5)
     assert not np.allclose(small.encode(["a river"]), large.encode(["a river"]), atol=1e-2)
@@ -255,7 +255,7 @@ def test_the_command_prints_sizes_and_json(four_layers: Path, toy_cache: Path, t
 def test_a_real_model_keeps_its_vectors(minilm: Path, tmp_path: Path) -> None:
     texts = ["A man is playing a guitar.", "The Zeppelin landed – near Düsseldorf!", "unaffordable 12,345 😀"]
     result = distill.cut(str(minilm), tmp_path / "cut", depth=6, words=texts)
-    small, large = Student.load(result.folder), Student.load(str(minilm))
+    small, large = Student.load(result.output_dir), Student.load(str(minilm))
     assert np.abs(unit(small.encode(texts)) - unit(large.encode(texts))).max() <= 1e-5
     assert (result.before.vocabulary, result.after.vocabulary) == (30522, len(small.tokenizer))
     assert result.after.vocabulary < 2100

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2Model
 
 from teacher_cache.teachers import linear, load_teacher, resolve
 from teacher_cache.teachers.base import TeacherOptions
+from teacher_cache.teachers.folder import ModelFolder
 from teacher_cache.teachers.linear import Bfloat16Linear, use_bfloat16
 from teacher_cache.teachers.loading import load_encoder
 from tests.teacher_cache.tiny_teachers import write_bert, write_mpnet, write_qwen3, write_xlm_roberta
@@ -51,8 +52,8 @@ def test_a_layer_multiplies_rounded_numbers_and_returns_float32() -> None:
 @torch.inference_mode()
 def test_a_layer_with_its_activation_equals_the_two(tmp_path: Path) -> None:
     folder = write_bert(tmp_path)
-    exact = load_encoder(folder, torch.float32, CPU, TeacherOptions(model=str(folder)))
-    rounded = load_encoder(folder, torch.bfloat16, CPU, TeacherOptions(model=str(folder)))
+    exact = load_encoder(ModelFolder.open(folder), torch.float32, CPU, TeacherOptions(model=str(folder)))
+    rounded = load_encoder(ModelFolder.open(folder), torch.bfloat16, CPU, TeacherOptions(model=str(folder)))
     states = torch.randn(4, 16)
     expected, found = (network.encoder.layer[0].intermediate(states) for network in (exact, rounded))
     assert found.dtype == torch.bfloat16  # the next layer would round it
@@ -61,8 +62,8 @@ def test_a_layer_with_its_activation_equals_the_two(tmp_path: Path) -> None:
 
 def test_only_linear_layers_are_rounded(tmp_path: Path) -> None:
     folder = write_xlm_roberta(tmp_path)
-    exact = load_encoder(folder, torch.float32, CPU, TeacherOptions(model=str(folder)))
-    rounded = load_encoder(folder, torch.bfloat16, CPU, TeacherOptions(model=str(folder)))
+    exact = load_encoder(ModelFolder.open(folder), torch.float32, CPU, TeacherOptions(model=str(folder)))
+    rounded = load_encoder(ModelFolder.open(folder), torch.bfloat16, CPU, TeacherOptions(model=str(folder)))
     weights = dict(exact.named_parameters())
     layers = {name for name, module in rounded.named_modules() if isinstance(module, nn.Linear)}
     for name, parameter in rounded.named_parameters():
