@@ -8,6 +8,7 @@ from distill.config import ObjectiveConfig, RunConfig, SharpnessConfig, Training
 from distill.config.recipes import SECTIONS, read_recipe, recipes
 from distill.errors import ConfigError
 from distill.objectives import OBJECTIVES
+from distill.runs.run import check_run
 from distill.runs.sweep import SweepConfig
 
 
@@ -102,3 +103,14 @@ def test_runs_of_a_sweep_name_recipes(tmp_path: Path, toy_cache: Path, tiny_stud
         "recipe=recommended": "cosine",
         "recipe=talas-paper": "talas",
     }
+
+
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_a_run_can_use_a_recipe_as_it_is(name: str, toy_cache: Path, tiny_student: Path, tmp_path: Path) -> None:
+    given = [
+        f"cache={toy_cache}",
+        "corpus=sentences",
+        f"student.model={tiny_student}",
+        f"output_dir={tmp_path / 'run'}",
+    ]
+    check_run(RunConfig.load(None, [f"recipe={name}", *given]))
