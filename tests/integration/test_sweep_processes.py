@@ -193,7 +193,7 @@ def test_a_killed_search_ends_with_the_same_choice(toy_cache: Path, tiny_student
             tasks=TASKS,
         )
         settings = yaml.safe_load(path.read_text())
-        settings["base"]["evaluation"] = {"data": str(data), "tasks": TASKS, "steps": 5}
+        settings["base"]["evaluation"] = {"data": str(data), "tasks": TASKS, "steps": 20}
         path.write_text(yaml.safe_dump(settings))
         return path
 
@@ -252,7 +252,7 @@ def test_runs_on_ray_give_the_same_students(whole: Path, toy_cache: Path, tiny_s
         toy_cache,
         tiny_student,
         runs=[
-            {"name": "talas-seed=1", "set": {"training.seed": 1}},
+            {"name": "talas-seed=1", "set": {"objective.name": "talas", "training.seed": 1}},
             {"name": "broken", "set": {"training.learning_rate": 1e38}},
         ],
         workers="ray:2",
