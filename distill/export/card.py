@@ -3,6 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+# How a folder is loaded.
+LOADING = (
+    "```python",
+    "from sentence_transformers import SentenceTransformer",
+    "",
+    'model = SentenceTransformer("path/to/this/folder")',
+    'model.encode(["A sentence."])',
+    "```",
+)
+
 
 def model_card(record: Mapping[str, Any]) -> str:
     """README.md of a `final/` folder, from the record in `run.json`."""
@@ -25,12 +35,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         "",
         vectors,
         "",
-        "```python",
-        "from sentence_transformers import SentenceTransformer",
-        "",
-        'model = SentenceTransformer("path/to/this/folder")',
-        'model.encode(["A sentence."])',
-        "```",
+        *LOADING,
         "",
         "| | |",
         "|---|---|",
@@ -91,12 +96,7 @@ def static_card(model: str, pooling: str, max_length: int, record: Mapping[str, 
             "mean of its tokens' rows, scaled to length 1; word order and context have no influence. It was not "
             "trained. A text without a known token has the vector 0.",
             "",
-            "```python",
-            "from sentence_transformers import SentenceTransformer",
-            "",
-            'model = SentenceTransformer("path/to/this/folder")',
-            'model.encode(["A sentence."])',
-            "```",
+            *LOADING,
             "",
             "| | |",
             "|---|---|",

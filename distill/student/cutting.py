@@ -60,7 +60,7 @@ def cut_layers(student: Student, layers: Sequence[int]) -> Student:
     """
     encoder: Any = student.encoder
     count = count_layers(encoder)
-    lists = [name for name, blocks in _block_lists(encoder, count)]
+    lists = [name for name, blocks in block_lists(encoder, count)]
     if not lists:
         raise StudentError(f"the layers of {type(encoder).__name__} cannot be cut: it has no list of {count} blocks")
     weights = _chosen_weights(encoder.state_dict(), lists, layers)
@@ -89,7 +89,7 @@ def copy_config(config: "PretrainedConfig") -> Any:
     return type(config).from_dict(config.to_dict())
 
 
-def _block_lists(module: nn.Module, count: int, prefix: str = "") -> list[tuple[str, nn.ModuleList]]:
+def block_lists(module: nn.Module, count: int, prefix: str = "") -> list[tuple[str, nn.ModuleList]]:
     """Name and module of each list with one entry per block, those inside blocks excluded; XLM has several."""
     found = []
     for name, child in module.named_children():
@@ -97,7 +97,7 @@ def _block_lists(module: nn.Module, count: int, prefix: str = "") -> list[tuple[
         if isinstance(child, nn.ModuleList) and len(child) == count:
             found.append((path, child))
         else:
-            found += _block_lists(child, count, f"{path}.")
+            found += block_lists(child, count, f"{path}.")
     return found
 
 

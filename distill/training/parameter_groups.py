@@ -7,11 +7,10 @@ embeddings, layer 0 (Clark et al., ELECTRA, arXiv 2003.10555; Bao et al., BEiT, 
 from collections.abc import Collection
 from typing import Any
 
-from torch import nn
-
 from distill.config import TrainingConfig
 from distill.errors import ConfigError
 from distill.objectives.base import Objective
+from distill.student.cutting import block_lists
 from distill.student.student import Student
 from teacher_cache.teachers.attention import count_layers
 
@@ -57,15 +56,13 @@ def layer_numbers(student: Student) -> dict[str, int]:
         ConfigError: the encoder has no list of blocks, or shares one among all layers.
     """
     encoder, count = student.encoder, count_layers(student.encoder)
-    found = [
-        name for name, module in encoder.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
+    found = block_lists(encoder, count)
     if not found:
         raise ConfigError(
             f"training.layer_decay needs one module for each of the {count} layers of student {student.name!r}, but "
             "its architecture has none; set training.layer_decay=1"
         )
-    blocks, numbers, layer = f"{found[0]}.", {}, 0
+    blocks, numbers, layer = f"{found[0][0]}.", {}, 0
     for name, _ in encoder.named_parameters():
         inside = name.startswith(blocks)
         layer = int(name.removeprefix(blocks).partition(".")[0]) + 1 if inside else (count if layer else 0)
